@@ -1,0 +1,189 @@
+"""Checkpoints that are complete or absent, and Hugging Face folders written bucket by bucket.
+
+Callers: the scripts. A checkpoint is written aside and renamed once every rank has written its part, so a killed save
+leaves only a `.partial` folder, which the next save removes. Layout of OUT/checkpoints/step_000020/:
+
+    *.distcp, .metadata    models and optimizers, sharded, by torch.distributed.checkpoint; any world size reads them
+    rank_0.pt ...          random-number generators of each rank
+    progress.json          step, sampler position and other small state that is the same on every rank
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common.reshard import NamedTensors
+
+STEP_FOLDER = re.compile(r"step_(\d+)$")
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of every generator this process may draw from."""
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def on_every_rank(error: BaseException | None, what: str) -> None:
+    """Raise on all ranks if one failed, so that none waits in a collective for it. Collective.
+
+    Raises:
+        RuntimeError: names the ranks and the first error.
+    """
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
+    failed = {rank: text for rank, text in enumerate(errors) if text is not None}
+    if failed:
+        raise RuntimeError(f"{what} failed on rank(s) {sorted(failed)}: {next(iter(failed.values()))}") from error
+
+
+def list_steps(folder: str) -> list[int]:
+    """Steps of the complete checkpoints under `folder`, ascending."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return sorted(int(m[1]) for m in map(STEP_FOLDER.match, names) if m)
+
+
+def step_folder(folder: str, step: int) -> str:
+    return os.path.join(folder, f"step_{step:06d}")
+
+
+def save(folder: str, step: int, state: dict[str, Any], progress: dict[str, Any], keep: int, protect: int = -1) -> str:
+    """Write one checkpoint, then remove all but the newest `keep` (never step `protect`). Collective.
+
+    Args:
+        folder: on a file system that all ranks see. state: of DTensors and tensors, for torch.distributed.checkpoint.
+        progress: JSON values, the same on every rank. keep: number of checkpoints that stay; 0 keeps all.
+    Returns:
+        the checkpoint's folder.
+    Raises:
+        RuntimeError: on every rank, when any could not write; earlier checkpoints are untouched.
+    """
+    rank, final = dist.get_rank(), step_folder(folder, step)
+    partial = final + ".partial"
+    error: BaseException | None = None
+    if rank == 0:
+        try:
+            for name in os.listdir(folder) if os.path.isdir(folder) else []:
+                if name.endswith(".partial"):  # left by a save that was killed
+                    shutil.rmtree(os.path.join(folder, name))
+            os.makedirs(partial)
+        except OSError as e:
+            error = e
+    on_every_rank(error, f"saving {final}")
+    try:
+        dcp.save(state, checkpoint_id=partial)
+    except Exception as e:  # raised on every rank: torch gathers its own failures
+        raise RuntimeError(f"saving {final} failed: {_reason(e)}") from e
+    try:
+        torch.save(rng_state(), os.path.join(partial, f"rank_{rank}.pt"))
+        if rank == 0:
+            with open(os.path.join(partial, "progress.json"), "w") as f:
+                json.dump(progress | {"step": step, "world_size": dist.get_world_size()}, f)
+    except Exception as e:
+        error = e
+    on_every_rank(error, f"saving {final}")
+    if rank == 0:
+        try:
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(partial, final)
+            for old in list_steps(folder)[:-keep] if keep else []:
+                if old != protect:
+                    shutil.rmtree(step_folder(folder, old))
+        except OSError as e:
+            error = e
+    on_every_rank(error, f"saving {final}")
+    return final
+
+
+def _reason(error: BaseException) -> str:
+    """The first underlying failure of a CheckpointException, in one line."""
+    failures = getattr(error, "failures", None)
+    cause = next(iter(failures.values()))[0] if failures else error
+    return f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else cause}"
+
+
+def load(path: str, state: dict[str, Any]) -> dict[str, Any]:
+    """Read a checkpoint into `state` in place and restore this rank's generators. Collective.
+
+    Returns:
+        the saved `progress`. With another world size than at saving, generators of missing ranks are left as they are.
+    """
+    dcp.load(state, checkpoint_id=path)
+    mine = os.path.join(path, f"rank_{dist.get_rank()}.pt")
+    if os.path.exists(mine):
+        set_rng_state(torch.load(mine, weights_only=False))
+    with open(os.path.join(path, "progress.json")) as f:
+        return json.load(f)
+
+
+def export_hf(folder: str, buckets: Iterable[NamedTensors], config: Any, tokenizer: Any, generation_config: Any,
+              shard_bytes: int = 4 * 2**30) -> None:
+    """Write a folder that AutoModelForCausalLM.from_pretrained opens. Collective; rank 0 writes, holding one file's
+    tensors (`shard_bytes`) in host memory at a time. Written aside and renamed, like a checkpoint.
+
+    Raises:
+        RuntimeError: on every rank, when rank 0 could not write.
+    """
+    error: BaseException | None = None
+    rank, partial = dist.get_rank(), folder.rstrip("/") + ".partial"
+    files: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        if held:
+            save_file(held, os.path.join(partial, f"part-{len(files)}.safetensors"), metadata={"format": "pt"})
+            files.append(list(held))
+            held.clear()
+
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    for bucket in buckets:  # every rank takes part in the gathers, also after rank 0 failed to write
+        if rank == 0 and error is None:
+            try:
+                os.makedirs(partial, exist_ok=True)
+                for name, tensor in bucket:
+                    if sum(t.nbytes for t in held.values()) + tensor.nbytes > shard_bytes:
+                        flush()
+                    held[name] = tensor.to("cpu", copy=True)
+                    total += tensor.nbytes
+            except Exception as e:
+                error = e
+    if rank == 0 and error is None:
+        try:
+            flush()
+            weight_map = {}
+            for i, names in enumerate(files):
+                file = "model.safetensors" if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+                os.rename(os.path.join(partial, f"part-{i}.safetensors"), os.path.join(partial, file))
+                weight_map.update(dict.fromkeys(names, file))
+            if len(files) > 1:
+                with open(os.path.join(partial, "model.safetensors.index.json"), "w") as f:
+                    json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, f, indent=2)
+            for part in (config, tokenizer, generation_config):
+                part.save_pretrained(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(partial, folder)
+        except Exception as e:
+            error = e
+    on_every_rank(error, f"exporting {folder}")

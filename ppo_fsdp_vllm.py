@@ -1,0 +1,1044 @@
+"""PPO with a critic on PyTorch FSDP2 (training) and vLLM (generation), in the same torchrun processes, without Ray.
+
+One step, in the order of `main`:
+
+    generate -> reward -> old/reference log-probs and values -> advantages -> update critic -> update actor
+             -> save -> push the weights into vLLM -> validate
+
+Every rank is both a trainer and a part of a rollout engine. Each sees the whole batch as flat tensors, computes the same
+advantages and the same schedule, and works on its own share; there is no controller process.
+
+Left out on purpose: LoRA, reward models on the GPU, multi-turn rollouts, off-policy pipelining, images.
+
+Launch:
+    bash launch/quickstart.sh                                            # a laptop CPU: sets up, makes a tiny model, trains it
+    torchrun --nproc-per-node 1 ppo_fsdp_vllm.py --actor.model Qwen/Qwen2.5-0.5B-Instruct \
+        --data.train gsm8k/train.parquet --data.val gsm8k/test.parquet --out runs/gsm8k                      # 1 GPU
+    torchrun --nproc-per-node 8 ppo_fsdp_vllm.py --rollout.tensor-parallel-size 2 ...                        # 8 GPUs
+    srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d \
+        --rdzv-endpoint $HEAD_NODE:29500 ppo_fsdp_vllm.py ...                                                # slurm
+
+docs/ppo_fsdp_vllm.md: every equation with its source, every flag group, every metric with its healthy range.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import tyro
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+
+from common import checkpoint
+from common.attention import check_packable, packed_kwargs
+from common.batching import minibatches, schedule
+from common.data import Prompt, Sampler, load_prompts
+from common.fused_logprob import linear_logprob
+from common.loss import (
+    explained_variance,
+    gae,
+    importance_weights,
+    kl_penalty,
+    policy_loss,
+    token_rewards,
+    token_weights,
+    value_loss,
+    whiten,
+)
+from common.metrics import MetricsLog, Phases, memory_metrics
+from common.reshard import fsdp_buckets, named_weights, push_to_vllm, vllm_push_mode
+from common.rewards import RewardPool
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------------------------------------------------
+@dataclass
+class OptimArgs:
+    lr: float
+    """Peak learning rate of AdamW."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay; norms and biases (tensors of one dimension) are left out."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates."""
+    warmup_steps: int = 0
+    """Training steps over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up; linear and cosine fall to `min_lr_ratio` at the last step."""
+    min_lr_ratio: float = 0.0
+    """Last learning rate as a fraction of the peak."""
+    clip_grad_norm: float = 1.0
+    """Gradients are scaled to at most this global norm; 0 is off."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer's activations in backward: less memory for about a third more compute."""
+
+
+@dataclass
+class ActorArgs(OptimArgs):
+    model: str = tyro.MISSING
+    """Hugging Face causal LM with a chat template: a folder or a hub name. The reference model starts from it too."""
+    lr: float = 1e-6
+    """Peak learning rate of AdamW."""
+
+
+@dataclass
+class CriticArgs(OptimArgs):
+    model: str | None = None
+    """Folder or hub name of the critic's trunk; the actor's model if not given. The value head starts at 0."""
+    lr: float = 1e-5
+    """Peak learning rate of AdamW; critics take about ten times the actor's."""
+
+
+@dataclass
+class DataArgs:
+    train: tuple[str, ...] = tyro.MISSING
+    """Parquet files in verl's schema (data_source, prompt, reward_model, extra_info)."""
+    val: tuple[str, ...] = ()
+    """Parquet files of held-out prompts; none: no validation."""
+    max_prompt_length: int = 512
+    """Tokens, chat template included."""
+    overlong: Literal["error", "filter", "truncate"] = "error"
+    """What becomes of a longer prompt: stop, leave it out, or cut it on the left."""
+    shuffle: bool = True
+    """Each epoch in an order of its own, drawn from `seed` and the epoch."""
+
+
+@dataclass
+class BatchArgs:
+    prompts: int = 256
+    """Prompts a step, over all ranks."""
+    max_tokens: int = 16384
+    """Tokens of one packed micro-batch on one rank: the dial between memory and speed."""
+
+
+@dataclass
+class RolloutArgs:
+    samples: int = 1
+    """Responses to each prompt."""
+    max_response_length: int = 512
+    """Tokens; a response cut there is marked as such and has no eos."""
+    temperature: float = 1.0
+    """Of sampling; it divides the logits in training as well."""
+    top_p: float = 1.0
+    """Below 1 the engine's log-probs belong to a truncated distribution, and the policy ratio is biased."""
+    top_k: int = -1
+    """-1 is off. The same warning holds."""
+    tensor_parallel_size: int = 1
+    """GPUs of one engine; must divide the world size. World size / this many engines share the prompts."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the engine's weights and compute; weights are gathered in it."""
+    bucket_mb: int = 512
+    """MiB of weights gathered at a time during a sync."""
+    gpu_memory_utilization: float = 0.5
+    """Share of the GPU that the engine may take while it is awake."""
+    engine_args: str = "{}"
+    """JSON of further arguments of vllm.LLM, such as '{"max_num_seqs": 512, "enforce_eager": true}'."""
+
+
+@dataclass
+class RewardArgs:
+    fn: str = "auto"
+    """gsm8k, gsm8k_flexible, math, exact, auto (by data_source), or your own as path/to/file.py:name."""
+    timeout: float = 10.0
+    """Seconds for one answer; one that takes longer scores 0."""
+    workers: int = 4
+    """Scoring processes on each rank that owns an engine."""
+    permute: bool = False
+    """Control experiment: hand the rewards to random answers of the batch. Nothing should be learnt."""
+
+
+@dataclass
+class PPOArgs:
+    minibatch_size: int = 64
+    """Prompts (with all their samples) of one optimizer step; must divide batch.prompts."""
+    epochs: int = 1
+    """Passes over each batch."""
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 1.0
+    """Lambda of generalised advantage estimation."""
+    whiten: bool = True
+    """Advantages of the global batch are shifted and scaled to mean 0 and variance 1."""
+    clip_low: float = 0.2
+    """The policy ratio is clipped below at 1 - this."""
+    clip_high: float = 0.2
+    """And above at 1 + this."""
+    dual_clip: float = 3.0
+    """For negative advantages the loss is bounded by this times |advantage|; 0 is off."""
+    value_clip: float = 0.5
+    """The value may move this far from its old one before its loss is clipped; 0 is off."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    tis_cap: float = 2.0
+    """Truncated importance sampling between engine and trainer: cap of the weight; 0 is off."""
+    loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+    """How per-token losses become one number, over the global mini-batch."""
+
+
+@dataclass
+class KLArgs:
+    where: Literal["off", "reward", "loss"] = "off"
+    """Penalise the KL to the reference model in the reward of each token, in the loss, or not at all."""
+    coef: float = 0.001
+    """Weight of the penalty."""
+    kind: Literal["k1", "k2", "k3", "k3+"] = "k1"
+    """Estimator (Schulman 2020); k3+ has k3's value and k2's gradient."""
+
+
+@dataclass
+class FSDPArgs:
+    param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of compute and of the gathered parameters; the sharded master weights are always fp32."""
+    reduce_dtype: Literal["bfloat16", "float32"] = "float32"
+    """Of the gradients while they are reduced."""
+    attention: Literal["packed", "flash_attention_2"] = "packed"
+    """packed: torch's varlen attention on CUDA, an exact masked one on the CPU. flash_attention_2 needs flash-attn."""
+
+
+@dataclass
+class ValArgs:
+    every: int = 10
+    """Steps between validations; 0 is never. The last step is always validated."""
+    before_train: bool = True
+    """Validate the starting point too."""
+    samples: int = 0
+    """Beside the greedy answer, this many sampled ones to each prompt, for avg@k and pass@k."""
+    temperature: float = 1.0
+    """Of those samples."""
+    limit: int | None = None
+    """At most this many prompts."""
+
+
+@dataclass
+class SaveArgs:
+    every: int = 0
+    """Steps between checkpoints; 0 is none. With checkpoints, the last step is saved too."""
+    keep: int = 2
+    """The newest that stay; 0 keeps all."""
+    resume: bool = True
+    """Go on from the newest complete checkpoint in `out`, if there is one."""
+    hf: bool = True
+    """At the end write the actor as a Hugging Face folder, out/hf."""
+
+
+@dataclass
+class LogArgs:
+    tensorboard: bool = True
+    """Event files in out/tensorboard. metrics.jsonl is always written."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project (needs the wandb package)."""
+    rollouts: bool = False
+    """Keep every step's rollouts as out/rollouts/step_*.parquet."""
+
+
+@dataclass
+class Args:
+    actor: ActorArgs
+    critic: CriticArgs
+    data: DataArgs
+    batch: BatchArgs = field(default_factory=BatchArgs)
+    rollout: RolloutArgs = field(default_factory=RolloutArgs)
+    reward: RewardArgs = field(default_factory=RewardArgs)
+    ppo: PPOArgs = field(default_factory=PPOArgs)
+    kl: KLArgs = field(default_factory=KLArgs)
+    fsdp: FSDPArgs = field(default_factory=FSDPArgs)
+    val: ValArgs = field(default_factory=ValArgs)
+    save: SaveArgs = field(default_factory=SaveArgs)
+    log: LogArgs = field(default_factory=LogArgs)
+    out: str = "runs/ppo"
+    """Folder of the run: metrics, checkpoints, rollouts, the final model."""
+    steps: int = 100
+    """Training steps in all, those before a resume included."""
+    seed: int = 0
+    """Of the data order, sampling and mini-batches."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a model."""
+    timeout: float = 3600.0
+    """Seconds that a collective may wait: longer than the slowest generation or reward."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is wrong whatever the model and the world size."""
+        for flag, value in {
+            "--batch.prompts": self.batch.prompts, "--ppo.minibatch-size": self.ppo.minibatch_size,
+            "--ppo.epochs": self.ppo.epochs, "--rollout.samples": self.rollout.samples, "--steps": self.steps,
+            "--rollout.max-response-length": self.rollout.max_response_length, "--reward.workers": self.reward.workers,
+            "--rollout.tensor-parallel-size": self.rollout.tensor_parallel_size, "--rollout.bucket-mb": self.rollout.bucket_mb,
+            "--data.max-prompt-length": self.data.max_prompt_length,
+        }.items():
+            if value < 1:
+                raise ValueError(f"{flag} is {value}; it must be at least 1")
+        if self.batch.prompts % self.ppo.minibatch_size:
+            raise ValueError(f"--ppo.minibatch-size {self.ppo.minibatch_size} must divide --batch.prompts {self.batch.prompts}")
+        longest = self.data.max_prompt_length + self.rollout.max_response_length
+        if self.batch.max_tokens < longest:
+            raise ValueError(
+                f"--batch.max-tokens {self.batch.max_tokens} is less than one sequence: --data.max-prompt-length plus "
+                f"--rollout.max-response-length is {longest}"
+            )
+        if self.rollout.temperature <= 0:
+            raise ValueError("--rollout.temperature must be above 0: PPO needs samples (validation is greedy by itself)")
+        if 0 < self.ppo.dual_clip <= 1:
+            raise ValueError(f"--ppo.dual-clip is {self.ppo.dual_clip}; it must be above 1, or 0 for off")
+        try:
+            engine_args = json.loads(self.rollout.engine_args)
+        except json.JSONDecodeError as e:
+            raise ValueError(f"--rollout.engine-args is not JSON: {e}") from e
+        if not isinstance(engine_args, dict):
+            raise ValueError('--rollout.engine-args must be a JSON object, such as \'{"max_num_seqs": 512}\'')
+
+
+def check(args: Args, config: PretrainedConfig, world_size: int) -> None:
+    """Raises ValueError for what cannot work with this model and this number of ranks, before any weight is read."""
+    tp, heads = args.rollout.tensor_parallel_size, config.num_attention_heads
+    if world_size % tp:
+        raise ValueError(f"--rollout.tensor-parallel-size {tp} must divide the number of ranks, {world_size}")
+    if heads % tp:
+        raise ValueError(f"--rollout.tensor-parallel-size {tp} must divide the model's {heads} attention heads")
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if kv_heads % tp and tp % kv_heads:
+        raise ValueError(f"--rollout.tensor-parallel-size {tp} neither divides the model's {kv_heads} key-value heads nor is a multiple")
+    if args.batch.prompts < world_size // tp:
+        raise ValueError(f"--batch.prompts {args.batch.prompts} is less than the number of engines, {world_size // tp}")
+    longest = args.data.max_prompt_length + args.rollout.max_response_length
+    if longest > config.max_position_embeddings:
+        raise ValueError(
+            f"--data.max-prompt-length plus --rollout.max-response-length is {longest}, but the model has positions "
+            f"for {config.max_position_embeddings} tokens"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------------------------------
+class Policy(nn.Module):
+    """A causal LM that returns log-probs of chosen tokens. The head runs inside this forward, so that FSDP2's root
+    hooks gather its weight and reduce its gradient; the [tokens, vocab] logits are never built."""
+
+    def __init__(self, lm: nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.lm, self.temperature = lm, temperature
+
+    def forward(self, micro: "Micro") -> tuple[Tensor, Tensor]:
+        """(log-prob, entropy) of micro.targets, each [R] fp32, under the distribution that is sampled from."""
+        hidden = self.lm.get_decoder()(**micro.inputs).last_hidden_state[0]
+        head, config = self.lm.get_output_embeddings(), self.lm.config
+        logprob, entropy = linear_logprob(
+            hidden[micro.predict], head.weight, micro.targets, bias=head.bias, temperature=self.temperature,
+            softcap=getattr(config, "final_logit_softcapping", None),
+            scale=getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0),
+        )
+        return logprob, entropy
+
+
+class Critic(nn.Module):
+    """The trunk of a causal LM with a scalar head: the value of the state before each response token."""
+
+    def __init__(self, lm: nn.Module) -> None:
+        super().__init__()
+        lm.set_output_embeddings(nn.Identity())
+        self.lm, self.head = lm, nn.Linear(lm.config.hidden_size, 1, bias=False)
+
+    def forward(self, micro: "Micro") -> Tensor:
+        """[R] fp32."""
+        hidden = self.lm.get_decoder()(**micro.inputs).last_hidden_state[0]
+        return self.head(hidden[micro.predict]).squeeze(-1).float()
+
+
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Modules built inside have their parameters on the meta device and their buffers on the CPU. Buffers that are in
+    no checkpoint (rotary frequencies, embedding scales) thus keep the values that their constructors gave them."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:  # a tied parameter is registered twice, and stays one
+            param = nn.Parameter(param.to("meta"), param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def build_model(
+    kind: Literal["policy", "critic"], folder: str, args: Args, mesh: DeviceMesh, optim: OptimArgs | None
+) -> Policy | Critic:
+    """Sharded model with fp32 weights from a Hugging Face folder; each rank reads only its slices. Collective.
+
+    Raises:
+        ValueError: the attention cannot be packed, or the folder's tensors are not the model's.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    with meta_parameters():
+        lm = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=args.fsdp.attention, trust_remote_code=args.trust_remote_code
+        )
+        check_packable(config, type(lm))
+        model = Policy(lm, args.rollout.temperature) if kind == "policy" else Critic(lm)
+    for module in lm.modules():
+        if isinstance(module, nn.Dropout):  # the same policy must give the same log-probs
+            module.p = 0.0
+    if optim is None:
+        model.requires_grad_(False)
+    elif optim.gradient_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()  # Hugging Face checkpoints activations only in training mode; nothing else differs without dropout
+
+    # Gradients are summed, not averaged, over ranks: every loss is already divided by the global count.
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[args.fsdp.param_dtype], reduce_dtype=DTYPES[args.fsdp.reduce_dtype])
+    layers = [m for m in lm.modules() if type(m).__name__ in (lm._no_split_modules or ())]
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=mesh.device_type)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    read_weights(model, folder)
+    if isinstance(model, Critic):
+        nn.init.zeros_(model.head.weight)
+    return model
+
+
+@torch.no_grad()
+def read_weights(model: "Policy | Critic", folder: str) -> None:
+    """Fill the shards of `model.lm` from the safetensors of a folder. Tied weights are one parameter, read once.
+
+    Raises:
+        ValueError: a parameter is in no file of the folder.
+    """
+    wanted = dict(named_weights(model.lm))
+    reader = HuggingFaceStorageReader(folder)
+    missing = sorted(wanted.keys() - reader.read_metadata().state_dict_metadata.keys())
+    if missing:
+        raise ValueError(f"the safetensors in {folder} lack {len(missing)} of the model's tensors, such as {missing[0]!r}")
+    dcp.load(wanted, storage_reader=reader)
+
+
+def make_optimizer(model: nn.Module, args: OptimArgs) -> torch.optim.AdamW:
+    """AdamW without decay of norms and biases; one fused kernel."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": args.weight_decay},
+        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=args.lr, betas=args.betas, fused=True)
+
+
+def learning_rate(args: OptimArgs, step: int, steps: int) -> float:
+    """Of training step `step` (from 1) of `steps`: linear warm-up, then constant, linear or cosine decay."""
+    if step <= args.warmup_steps:
+        return args.lr * step / args.warmup_steps
+    progress = (step - args.warmup_steps) / max(steps - args.warmup_steps, 1)
+    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[args.schedule]
+    return args.lr * (args.min_lr_ratio + (1.0 - args.min_lr_ratio) * decay)
+
+
+def local_folder(model: str, local_rank: int) -> str:
+    """A folder with config, tokenizer and safetensors; hub names are downloaded once a node. Collective.
+
+    Raises:
+        FileNotFoundError: neither a folder nor a name that the hub (or its cache) knows.
+    """
+    if os.path.isdir(model):
+        return model
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    folder, error = "", None
+    for turn in (0, 1):  # first one rank of each node downloads, then the others find its files in the cache
+        if (local_rank == 0) == (turn == 0):
+            try:
+                folder = snapshot_download(model, allow_patterns=patterns, local_files_only=turn == 1)
+            except Exception as e:
+                error = e
+        dist.barrier()
+    if error is not None:
+        raise FileNotFoundError(f"model {model!r} is neither a folder nor to be had from the hub: {error}") from error
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The batch
+# ---------------------------------------------------------------------------------------------------------------------
+@dataclass
+class Batch:
+    """All sequences of a step, on every rank the same. Sequence i is prompt i // samples and its response.
+
+    Per-token tensors elsewhere in this file are flat over the response tokens of all sequences, in this order: [R].
+    """
+
+    ids: Tensor  # [sum of prompt and response lengths] int64, CPU
+    prompt_lens: Tensor  # [N] int64, CPU
+    response_lens: Tensor  # [N] int64, CPU
+    rollout_logprobs: Tensor  # [R] fp32, device; of the engine
+    truncated: Tensor  # [N] bool, CPU; cut by length, without eos
+
+    def __post_init__(self) -> None:
+        self.lengths = self.prompt_lens + self.response_lens
+        self.id_starts = self.lengths.cumsum(0) - self.lengths
+        self.token_starts = self.response_lens.cumsum(0) - self.response_lens
+        self.device = self.rollout_logprobs.device
+
+    def prompt(self, i: int) -> Tensor:
+        return self.ids[self.id_starts[i] : self.id_starts[i] + self.prompt_lens[i]]
+
+    def response(self, i: int) -> Tensor:
+        return self.ids[self.id_starts[i] + self.prompt_lens[i] : self.id_starts[i] + self.lengths[i]]
+
+    def token_index(self, sequences: list[int]) -> Tensor:
+        """Where the response tokens of these sequences lie in a flat [R] tensor."""
+        return torch.cat([torch.arange(self.response_lens[i]) + self.token_starts[i] for i in sequences])
+
+
+@dataclass
+class Micro:
+    """A packed micro-batch: one row of T tokens, R of them response tokens, on the device."""
+
+    inputs: dict[str, Any]  # of the Hugging Face decoder
+    predict: Tensor  # [R] int64, places in the row whose output predicts a response token
+    targets: Tensor  # [R] int64, those tokens
+    token_index: Tensor  # [R] int64, where they lie in the batch's flat [R] tensors
+
+
+def pack_micro(batch: Batch, sequences: list[int]) -> Micro:
+    """Pack sequences of the batch into one row. For an empty list: a row of two tokens without response tokens, which
+    takes part in every collective and in no loss."""
+    if sequences:
+        ids = torch.cat([batch.ids[batch.id_starts[i] : batch.id_starts[i] + batch.lengths[i]] for i in sequences])
+        lengths, prompt_lens = batch.lengths[sequences], batch.prompt_lens[sequences]
+        token_index = batch.token_index(sequences)
+    else:
+        ids, lengths, prompt_lens = torch.zeros(2, dtype=torch.int64), torch.tensor([2]), torch.tensor([2])
+        token_index = torch.empty(0, dtype=torch.int64)
+    ends = lengths.cumsum(0)
+    starts = ends - lengths
+    positions = torch.arange(len(ids)) - torch.repeat_interleave(starts, lengths)
+    in_response = positions >= torch.repeat_interleave(prompt_lens, lengths)
+    targets = in_response.nonzero().squeeze(1)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(batch.device, torch.int32)
+    return Micro(
+        inputs={
+            "input_ids": ids.to(batch.device)[None], "position_ids": positions.to(batch.device)[None], "use_cache": False,
+            **packed_kwargs(cu_seqlens, int(lengths.max())),
+        },
+        predict=(targets - 1).to(batch.device), targets=ids[targets].to(batch.device), token_index=token_index.to(batch.device),
+    )
+
+
+def gather_flat(mine: Tensor) -> Tensor:
+    """Concatenate the 1-D tensors of all ranks, in rank order, on every rank. Collective."""
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=mine.device)
+    sizes[dist.get_rank()] = len(mine)
+    dist.all_reduce(sizes)
+    padded = mine.new_zeros(len(sizes), int(sizes.max()))
+    dist.all_gather_into_tensor(padded.view(-1), torch.cat([mine, mine.new_zeros(padded.shape[1] - len(mine))]))
+    return torch.cat([row[:size] for row, size in zip(padded, sizes.tolist(), strict=True)])
+
+
+@torch.no_grad()
+def forward_only(forward: Callable[[Micro], Tensor], batch: Batch, plans: list[list[list[list[int]]]]) -> Tensor:
+    """`forward` of every response token, [R] fp32 on every rank; each rank computes its share of each plan. Collective."""
+    out = torch.zeros_like(batch.rollout_logprobs)
+    for plan in plans:
+        for sequences in plan[dist.get_rank()]:
+            micro = pack_micro(batch, sequences)
+            out[micro.token_index] = forward(micro)
+    dist.all_reduce(out)  # one rank's number and zeros: exact
+    return out
+
+
+def minibatch_weights(batch: Batch, sequences: list[int], loss_agg: str) -> dict[str, Tensor]:
+    """Of a mini-batch's tokens, zero elsewhere, each [R]: `loss_weights` add up per-token losses to the mini-batch's loss,
+    `mean_weights` give means over its tokens. Being global, they make the result independent of how it is split."""
+    index, lengths = batch.token_index(sequences), batch.response_lens[sequences]
+    out = {}
+    for name, mode in (("loss_weights", loss_agg), ("mean_weights", "token-mean")):
+        out[name] = torch.zeros_like(batch.rollout_logprobs)
+        out[name][index] = token_weights(lengths, mode).to(batch.device)
+    return out
+
+
+def actor_loss(actor: Policy, tokens: dict[str, Tensor], args: Args, micro: Micro) -> tuple[Tensor, dict[str, Tensor]]:
+    """This micro-batch's share of the mini-batch's policy loss, and of the means to log.
+
+    `tokens` holds the batch's flat [R] tensors. Without old log-probs in it, this is the only update of the batch, and
+    the policy's own log-probs are the old ones.
+    """
+    t = {name: values[micro.token_index] for name, values in tokens.items()}
+    logprob, entropy = actor(micro)
+    old_logprobs = t["old_logprobs"] if "old_logprobs" in t else logprob.detach()
+    tis_weights = importance_weights(old_logprobs, t["rollout_logprobs"], args.ppo.tis_cap or math.inf)
+    loss, stats = policy_loss(
+        logprob, old_logprobs, t["advantages"], args.ppo.clip_low, args.ppo.clip_high, args.ppo.dual_clip or None,
+        tis_weights if args.ppo.tis_cap else None,
+    )
+    loss = loss - args.ppo.entropy_coef * entropy
+    means = {
+        "clipfrac": stats["clipped"], "dual_clipfrac": stats["dual_clipped"], "entropy": entropy, "tis_weight": tis_weights,
+        "approx_kl": torch.expm1(stats["logratio"]) - stats["logratio"],  # k3, as CleanRL's
+        "prob_diff": (old_logprobs.exp() - t["rollout_logprobs"].exp()).abs(),
+    }
+    if "ref_logprobs" in t:
+        means["ref_kl"] = kl_penalty(logprob, t["ref_logprobs"], "k3")
+        if args.kl.where == "loss":
+            loss = loss + args.kl.coef * kl_penalty(logprob, t["ref_logprobs"], args.kl.kind)
+    return (loss * t["loss_weights"]).sum(), {name: (x * t["mean_weights"]).sum() for name, x in means.items()}
+
+
+def critic_loss(critic: Critic, tokens: dict[str, Tensor], args: Args, micro: Micro) -> tuple[Tensor, dict[str, Tensor]]:
+    """This micro-batch's share of the mini-batch's value loss, and of the means to log."""
+    t = {name: tokens[name][micro.token_index] for name in ("values", "returns", "loss_weights", "mean_weights")}
+    loss, clipped = value_loss(critic(micro), t["values"], t["returns"], args.ppo.value_clip or None)
+    return (loss * t["loss_weights"]).sum(), {"clipfrac": (clipped * t["mean_weights"]).sum()}
+
+
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, clip_grad_norm: float, batch: Batch, plan: list[list[list[int]]],
+    loss_fn: Callable[[Micro], tuple[Tensor, dict[str, Tensor]]],
+) -> dict[str, float]:
+    """One optimizer step on one mini-batch, micro-batch by micro-batch. Collective.
+
+    Args:
+        plan: the mini-batch's micro-batches, by rank. loss_fn: a micro-batch's share of the global loss, and of global
+            means to log.
+    Returns:
+        the loss, the gradient's norm before clipping, and the logged means.
+    Raises:
+        FloatingPointError: the loss or the norm is not finite; on every rank, before the step.
+    """
+    sums: dict[str, Tensor] = {}
+    for sequences in plan[dist.get_rank()]:
+        loss, stats = loss_fn(pack_micro(batch, sequences))
+        loss.backward()
+        for name, value in (stats | {"loss": loss}).items():
+            sums[name] = sums.get(name, 0.0) + value.detach()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm or math.inf)
+    total = torch.stack(list(sums.values()))
+    dist.all_reduce(total)
+    result = dict(zip(sums, total.tolist(), strict=True)) | {"grad_norm": norm.full_tensor().item()}
+    if not (math.isfinite(result["loss"]) and math.isfinite(result["grad_norm"])):
+        raise FloatingPointError(f"loss {result['loss']}, gradient norm {result['grad_norm']}")
+    optimizer.step()
+    optimizer.zero_grad()
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rollout
+# ---------------------------------------------------------------------------------------------------------------------
+def make_engine(args: Args, folder: str, device: torch.device) -> Any:
+    """vLLM inside this process, its workers being these ranks."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read at import; keeps the model in this process
+    from vllm import LLM
+
+    engine_args = dict(
+        model=folder, dtype=args.rollout.dtype, skip_tokenizer_init=True, generation_config="vllm",
+        max_model_len=args.data.max_prompt_length + args.rollout.max_response_length,
+        tensor_parallel_size=args.rollout.tensor_parallel_size, distributed_executor_backend="external_launcher",
+        logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature included
+        seed=args.seed + dist.get_rank() // args.rollout.tensor_parallel_size,  # ranks of one engine must draw alike
+        trust_remote_code=args.trust_remote_code, disable_log_stats=True,
+    )
+    if device.type == "cuda":
+        engine_args |= dict(enable_sleep_mode=True, gpu_memory_utilization=args.rollout.gpu_memory_utilization)
+    return LLM(**(engine_args | json.loads(args.rollout.engine_args)))
+
+
+def eos_ids(folder: str, config: PretrainedConfig, tokenizer: Any) -> list[int]:
+    """Every id that ends a response, wherever the model's folder names it."""
+    ids = {tokenizer.eos_token_id}
+    sources = [config]
+    if os.path.exists(os.path.join(folder, "generation_config.json")):
+        sources.append(GenerationConfig.from_pretrained(folder))
+    for source in sources:
+        eos = source.eos_token_id
+        ids.update(eos if isinstance(eos, (list, tuple)) else [eos])
+    return sorted(ids - {None})
+
+
+def generate(llm: Any, prompts: list[list[int]], seed: tuple[int, ...], **sampling: Any) -> list[Any]:
+    """Responses of this rank's engine to its prompts, prompt by prompt, as vLLM's CompletionOutput.
+
+    Sampling is a function of `seed` alone: the prefix cache is emptied first (a cached prefix and a computed one differ
+    in the last bit), the generators that the engine draws from are seeded, and the trainer's are put back after.
+    """
+    from vllm import SamplingParams
+
+    llm.reset_prefix_cache()
+    params = SamplingParams(logprobs=0, flat_logprobs=True, detokenize=False, **sampling)
+    with torch.random.fork_rng():
+        torch.manual_seed(random.Random(repr(seed)).getrandbits(63))
+        requests = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return [output for request in requests for output in request.outputs]
+
+
+def share(count: int, part: int, parts: int) -> range:
+    """Indices of the part-th of `parts` nearly equal contiguous shares of range(count)."""
+    return range(count * part // parts, count * (part + 1) // parts)
+
+
+def score(pool: RewardPool, prompts: list[Prompt], answers: list[str]) -> list[Any]:
+    """Rewards of answers, answer i to prompts[i], computed outside this process."""
+    return pool.score([
+        {"data_source": p.data_source, "answer": a, "ground_truth": p.ground_truth, "extra_info": p.extra_info}
+        for p, a in zip(prompts, answers, strict=True)
+    ])
+
+
+def reward_metrics(rewards: list[Any], count: int) -> dict[str, float]:
+    """Means over all `count` answers of the numbers that the reward function returned beside the score, and the number of
+    answers that raised, hung or returned no number. Collective."""
+    sums: dict[str, float] = {"reward/errors": float(sum(r.error is not None for r in rewards))}
+    for reward in rewards:
+        for name, value in reward.metrics.items():
+            sums[f"reward/{name}"] = sums.get(f"reward/{name}", 0.0) + value / count
+    everyone: list[dict[str, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, sums)
+    return {name: sum(s.get(name, 0.0) for s in everyone) for name in sorted(set().union(*everyone))}
+
+
+def seed_everything(seed: int) -> None:
+    """After the engine is built: its constructor seeds the same generators."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def plan_minibatch(batch: Batch, sequences: list[int], world: int, max_tokens: int, hidden_size: int) -> list[list[list[int]]]:
+    """Micro-batches of these sequences of the batch, by rank."""
+    plan = schedule(batch.lengths[sequences].tolist(), world, max_tokens, hidden_size)
+    return [[[sequences[i] for i in micro] for micro in micros] for micros in plan]
+
+
+def keep_rollouts(
+    path: str, rows: list[int], prompts: list[Prompt], batch: Batch, tokenizer: Any, per_sequence: dict[str, Tensor],
+    per_token: dict[str, Tensor],
+) -> None:
+    """Write a step's sequences as parquet: a row each, with ids, texts, and the given numbers by sequence and by token."""
+    n, lens = len(batch.lengths) // len(prompts), batch.response_lens.tolist()
+    many = range(len(batch.lengths))
+    columns: dict[str, Any] = {
+        "row": [rows[i // n] for i in many],
+        "data_source": [prompts[i // n].data_source for i in many],
+        "ground_truth": [prompts[i // n].ground_truth for i in many],
+        "prompt": [prompts[i // n].text for i in many],
+        "response": tokenizer.batch_decode([batch.response(i).tolist() for i in many]),
+        "prompt_ids": [batch.prompt(i).tolist() for i in many],
+        "response_ids": [batch.response(i).tolist() for i in many],
+        "truncated": batch.truncated.tolist(),
+    }
+    columns |= {name: values.tolist() for name, values in per_sequence.items()}
+    columns |= {name: [part.tolist() for part in values.cpu().split(lens)] for name, values in per_token.items()}
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+
+
+def console_line(step: int, steps: int, metrics: dict[str, float]) -> str:
+    """A step in one line of the terminal."""
+    parts = [f"step {step}/{steps}", f"reward {metrics['reward/mean']:.3f}"]
+    if "val/greedy" in metrics:
+        parts.append(f"held-out {metrics['val/greedy']:.3f}")
+    if "actor/ref_kl" in metrics:
+        parts.append(f"kl {metrics['actor/ref_kl']:.4f}")
+    parts += [
+        f"entropy {metrics['actor/entropy']:.3f}", f"length {metrics['length/response_mean']:.1f}",
+        f"|Δp| {metrics['actor/prob_diff']:.1e}", f"{metrics['perf/tokens_per_s']:,.0f} tok/s", f"{metrics['time/step']:.2f} s",
+    ]
+    return " | ".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+# ---------------------------------------------------------------------------------------------------------------------
+def main(args: Args) -> None:
+    """Train. Raises on bad input before any weight is read where possible; see `cli` for how errors end the run."""
+    rank, world, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
+    mesh = init_device_mesh(device.type, (world,))
+    tp = args.rollout.tensor_parallel_size
+    group, groups, owner = rank // tp, world // tp, rank % tp == 0  # this rank's engine; its first rank speaks for it
+
+    # --- data, and everything that can be wrong before a weight is read
+    folder = local_folder(args.actor.model, local_rank)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    check(args, config, world)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    load = dict(max_length=args.data.max_prompt_length, overlong=args.data.overlong)
+    train_prompts, dropped = load_prompts(args.data.train, tokenizer, **load)
+    val_prompts, _ = load_prompts(args.data.val, tokenizer, limit=args.val.limit, **load) if args.data.val else ([], 0)
+    sampler = Sampler(len(train_prompts), args.batch.prompts, args.seed, args.data.shuffle)
+    pool = RewardPool(args.reward.fn, args.reward.workers, args.reward.timeout) if owner else None
+    checkpoints = os.path.join(args.out, "checkpoints")
+    saved = checkpoint.list_steps(checkpoints) if args.save.resume else []
+    os.makedirs(args.out, exist_ok=True)
+    console = print if rank == 0 else lambda *a, **k: None
+    if args.rollout.top_p < 1 or args.rollout.top_k > 0:
+        console("warning: --rollout.top-p or top-k truncates the sampled distribution; policy ratios will be biased")
+
+    # --- engine first: it measures free memory when it is built
+    llm = make_engine(args, folder, device)
+    push_mode = vllm_push_mode(llm)
+    stop = dict(stop_token_ids=eos_ids(folder, config, tokenizer), max_tokens=args.rollout.max_response_length)
+    if cuda:
+        llm.sleep(level=2)
+
+    # --- models and optimizers
+    seed_everything(args.seed)
+    actor = build_model("policy", folder, args, mesh, args.actor)
+    critic = build_model("critic", local_folder(args.critic.model or folder, local_rank), args, mesh, args.critic)
+    reference = build_model("policy", folder, args, mesh, None) if args.kl.where != "off" else None
+    actor_optimizer, critic_optimizer = make_optimizer(actor, args.actor), make_optimizer(critic, args.critic)
+
+    def training_state() -> dict[str, Any]:
+        state = {}
+        for name, model, optimizer in (("actor", actor, actor_optimizer), ("critic", critic, critic_optimizer)):
+            state[name], state[f"{name}_optimizer"] = get_state_dict(model, optimizer)
+        return state
+
+    first_step = 1
+    if saved:
+        state = training_state()
+        progress = checkpoint.load(checkpoint.step_folder(checkpoints, saved[-1]), state)
+        for name, model, optimizer in (("actor", actor, actor_optimizer), ("critic", critic, critic_optimizer)):
+            set_state_dict(model, optimizer, model_state_dict=state[name], optim_state_dict=state[f"{name}_optimizer"])
+        sampler.load_state_dict(progress["sampler"])
+        first_step = saved[-1] + 1
+        console(f"resumed from step {saved[-1]} in {checkpoints}")
+    log = MetricsLog(args.out, rank == 0, args.log.tensorboard, args.log.wandb_project, dataclasses.asdict(args), first_step - 1)
+    phase = Phases(device)
+
+    def push_weights() -> dict[str, float]:
+        """Actor -> engine; the engine ends awake."""
+        with phase("sync"):
+            if cuda:
+                llm.wake_up(tags=["weights"])
+            weights = named_weights(actor.lm, aliases=push_mode == "reload_weights")
+            buckets = fsdp_buckets(weights, DTYPES[args.rollout.dtype], args.rollout.bucket_mb * 2**20, device)
+            start = time.perf_counter()
+            nbytes = push_to_vllm(llm, buckets, push_mode)
+            if cuda:
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+            if cuda:
+                torch.cuda.empty_cache()
+                llm.wake_up(tags=["kv_cache"])
+        return {"perf/sync_GBps": nbytes / seconds / 1e9}
+
+    def validate(step: int) -> dict[str, float]:
+        """Greedy accuracy, and avg@k and pass@k of samples, over all held-out prompts and by data source. Collective."""
+        mine = share(len(val_prompts), group, groups)
+        prompts = [val_prompts[i] for i in mine]
+        kinds: dict[str, tuple[int, float]] = {"greedy": (1, 0.0)}
+        if args.val.samples:
+            kinds["sampled"] = (args.val.samples, args.val.temperature)
+        metrics: dict[str, float] = {}
+        sources = sorted({p.data_source for p in val_prompts})
+        of_source = torch.tensor([sources.index(p.data_source) for p in val_prompts])
+        with phase("validate"):
+            for kind, (n, temperature) in kinds.items():
+                outputs = generate(llm, [p.ids for p in prompts], (args.seed, step, group, 1), n=n, temperature=temperature, **stop)
+                rewards: list[float] = []
+                if pool is not None:
+                    texts = tokenizer.batch_decode([o.token_ids for o in outputs], skip_special_tokens=True)
+                    rewards = [r.score for r in score(pool, [p for p in prompts for _ in range(n)], texts)]
+                scores = gather_flat(torch.tensor(rewards, device=device)).view(len(val_prompts), n).cpu()
+                names = {"greedy": scores[:, 0]} if kind == "greedy" else {
+                    f"avg@{n}": scores.mean(1), f"pass@{n}": (scores > 0.5).any(1).float()
+                }
+                for name, values in names.items():
+                    metrics[f"val/{name}"] = values.mean().item()
+                    if len(sources) > 1:
+                        for s, source in enumerate(sources):
+                            metrics[f"val/{source}/{name}"] = values[of_source == s].mean().item()
+        return metrics
+
+    sync_metrics = push_weights()
+    parameters = sum(p.numel() for p in actor.parameters())
+    console(f"{world} rank(s) on {device.type}, {groups} engine(s) of {tp}, {parameters / 1e6:.1f}M parameters, "
+            f"{len(train_prompts)} prompts ({dropped} dropped), {len(val_prompts)} held out, sync by {push_mode}")
+    if first_step == 1 and args.val.before_train and val_prompts:
+        metrics = validate(0)
+        log.log(0, metrics)
+        console(f"step 0/{args.steps} | held-out {metrics['val/greedy']:.3f} before training")
+
+    for step in range(first_step, args.steps + 1):
+        step_start = time.perf_counter()
+        phase.take()
+        metrics = dict(sync_metrics)
+
+        # --- generate: each engine answers its share of the prompts; then every rank gets the whole batch
+        rows = sampler.next_batch()
+        prompts = [train_prompts[i] for i in rows]
+        mine = [prompts[i] for i in share(len(prompts), group, groups)]
+        n = args.rollout.samples
+        with phase("generate"):
+            outputs = generate(
+                llm, [p.ids for p in mine], (args.seed, step, group), n=n, temperature=args.rollout.temperature,
+                top_p=args.rollout.top_p, top_k=args.rollout.top_k, **stop,
+            )
+            if cuda:
+                llm.sleep(level=2)
+            told = outputs if owner else []
+            response_ids = gather_flat(torch.tensor([t for o in told for t in o.token_ids], dtype=torch.int64, device=device)).cpu()
+            response_lens = gather_flat(torch.tensor([len(o.token_ids) for o in told], dtype=torch.int64, device=device)).cpu()
+            truncated = gather_flat(torch.tensor([o.finish_reason == "length" for o in told], dtype=torch.uint8, device=device)).cpu().bool()
+            rollout_logprobs = gather_flat(torch.tensor([x for o in told for x in o.logprobs.logprobs], device=device))
+            responses = response_ids.split(response_lens.tolist())
+            batch = Batch(
+                ids=torch.cat([part for i, r in enumerate(responses) for part in (torch.tensor(prompts[i // n].ids), r)]),
+                prompt_lens=torch.tensor([len(p.ids) for p in prompts]).repeat_interleave(n),
+                response_lens=response_lens, rollout_logprobs=rollout_logprobs, truncated=truncated,
+            )
+        lengths = response_lens.to(device)
+
+        # --- reward: by the owner of each answer, then shared
+        with phase("reward"):
+            rewards = []
+            if pool is not None:
+                texts = tokenizer.batch_decode([o.token_ids for o in outputs], skip_special_tokens=True)
+                rewards = score(pool, [p for p in mine for _ in range(n)], texts)
+            scores = gather_flat(torch.tensor([r.score for r in rewards], device=device))
+            metrics |= reward_metrics(rewards, len(scores))
+            if args.reward.permute:
+                shuffled = torch.randperm(len(scores), generator=torch.Generator().manual_seed(args.seed * 10**6 + step))
+                scores = scores[shuffled.to(device)]
+
+        # --- the schedule: every epoch's mini-batches, packed and balanced over ranks; the same on every rank
+        rng = random.Random(f"{args.seed} {step}")
+        updates = [
+            (sequences, plan_minibatch(batch, sequences, world, args.batch.max_tokens, config.hidden_size))
+            for _ in range(args.ppo.epochs) for sequences in minibatches(len(prompts), n, args.ppo.minibatch_size, rng)
+        ]
+        first_epoch = [plan for _, plan in updates[: len(updates) // args.ppo.epochs]]
+
+        # --- old and reference log-probs and values, on the very micro-batches of the first epoch: with nothing updated
+        # yet the ratio is then exactly 1. A batch that gets one update needs no old log-probs: they are the update's own.
+        tokens = {"rollout_logprobs": rollout_logprobs}
+        if len(updates) > 1 or args.kl.where == "reward":
+            with phase("old_logprob"):
+                tokens["old_logprobs"] = forward_only(lambda micro: actor(micro)[0], batch, first_epoch)
+        if reference is not None:
+            with phase("ref_logprob"):
+                tokens["ref_logprobs"] = forward_only(lambda micro: reference(micro)[0], batch, first_epoch)
+        with phase("values"):
+            tokens["values"] = forward_only(critic, batch, first_epoch)
+
+        # --- advantages, of the whole batch on every rank
+        with phase("advantages"):
+            rewards_per_token = token_rewards(scores, lengths)
+            if args.kl.where == "reward":
+                rewards_per_token -= args.kl.coef * kl_penalty(tokens["old_logprobs"], tokens["ref_logprobs"], args.kl.kind)
+            advantages, tokens["returns"] = gae(rewards_per_token, tokens["values"], lengths, args.ppo.gamma, args.ppo.lam)
+            tokens["advantages"] = whiten(advantages) if args.ppo.whiten else advantages
+
+        # --- update the critic, then the actor
+        stats: dict[str, list[dict[str, float]]] = {"critic": [], "actor": []}
+        for name, model, optimizer, optim_args, loss in (
+            ("critic", critic, critic_optimizer, args.critic, critic_loss), ("actor", actor, actor_optimizer, args.actor, actor_loss)
+        ):
+            with phase(f"update_{name}"):
+                for param_group in optimizer.param_groups:
+                    param_group["lr"] = learning_rate(optim_args, step, args.steps)
+                for sequences, plan in updates:
+                    tokens |= minibatch_weights(batch, sequences, args.ppo.loss_agg)
+                    stats[name].append(update(model, optimizer, optim_args.clip_grad_norm, batch, plan, partial(loss, model, tokens, args)))
+
+        # --- save while the training state is where it was, then the new weights go to the engine
+        last = step == args.steps
+        if args.save.every and (step % args.save.every == 0 or last):
+            with phase("save"):
+                checkpoint.save(checkpoints, step, training_state(), {"sampler": sampler.state_dict()}, args.save.keep)
+        sync_metrics = push_weights()
+        if val_prompts and (last or (args.val.every and step % args.val.every == 0)):
+            metrics |= validate(step)
+
+        # --- log
+        for name, per_update in stats.items():
+            metrics |= {f"{name}/{key}": sum(s[key] for s in per_update) / len(per_update) for key in per_update[0]}
+        metrics |= {
+            "actor/lr": actor_optimizer.param_groups[0]["lr"], "critic/lr": critic_optimizer.param_groups[0]["lr"],
+            "critic/explained_variance": explained_variance(tokens["values"], tokens["returns"]).item(),
+            "critic/value_mean": tokens["values"].mean().item(), "advantage/std": advantages.std().item(),
+            "reward/mean": scores.mean().item(), "reward/std": scores.std().item(),
+            "length/prompt_mean": batch.prompt_lens.float().mean().item(),
+            "length/response_mean": lengths.float().mean().item(), "length/response_max": float(lengths.max()),
+            "length/cut_share": truncated.float().mean().item(), "data/epoch": float(sampler.epoch),
+        }
+        if args.log.rollouts and rank == 0:
+            keep_rollouts(
+                os.path.join(args.out, "rollouts", f"step_{step:06d}.parquet"), rows, prompts, batch, tokenizer, {"reward": scores},
+                {name: x for name, x in tokens.items() if not name.endswith("_weights")},
+            )
+        metrics |= phase.take() | memory_metrics(device)
+        metrics["time/step"] = time.perf_counter() - step_start
+        metrics["perf/tokens_per_s"] = int(batch.lengths.sum()) / metrics["time/step"]
+        metrics["perf/tokens_per_s_per_rank"] = metrics["perf/tokens_per_s"] / world
+        log.log(step, metrics)
+        console(console_line(step, args.steps, metrics), flush=True)
+
+    if args.save.hf:
+        buckets = fsdp_buckets(named_weights(actor.lm), DTYPES[args.rollout.dtype], args.rollout.bucket_mb * 2**20, device)
+        config.dtype = DTYPES[args.rollout.dtype]
+        checkpoint.export_hf(os.path.join(args.out, "hf"), buckets, config, tokenizer, GenerationConfig.from_model_config(config))
+    log.close()
+    if pool is not None:
+        pool.close()
+    dist.barrier()
+    llm.llm_engine.engine_core.shutdown()  # before the groups that it uses are gone
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def cli(default: Args | None = None) -> None:
+    """Parse flags over `default` (a recipe's) and train. An error ends every rank with a non-zero code: bad input with one
+    line, anything else with its traceback. Other ranks wait a moment before they speak, so that a line that all would say
+    comes once, from rank 0, before torchrun ends the rest."""
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        args = tyro.cli(Args, default=default) if default is not None else tyro.cli(Args)
+        if "RANK" not in os.environ:
+            raise ValueError("start this script with torchrun, for instance: torchrun --nproc-per-node 1 ppo_fsdp_vllm.py ...")
+        main(args)
+    except (ValueError, OSError, FloatingPointError, RuntimeError) as e:
+        if rank:
+            time.sleep(2)
+        if not isinstance(e, (ValueError, OSError, FloatingPointError)):
+            traceback.print_exc()
+        print(f"error: {e}", file=sys.stderr, flush=True)
+        os._exit(1)  # not sys.exit: destructors of a half-built engine may wait for peers that are gone
+
+
+if __name__ == "__main__":
+    cli()
