@@ -22,18 +22,20 @@ docs/ppo_fsdp_vllm.md: every equation with its source, every flag group, every m
 """
 
 import dataclasses
+import fcntl
+import functools
 import json
 import math
 import os
 import random
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -47,7 +49,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from common import checkpoint
@@ -56,6 +59,7 @@ from common.batching import minibatches, schedule
 from common.data import Prompt, Sampler, load_prompts
 from common.fused_logprob import linear_logprob
 from common.loss import (
+    AdaptiveKL,
     explained_variance,
     gae,
     importance_weights,
@@ -66,10 +70,12 @@ from common.loss import (
     value_loss,
     whiten,
 )
-from common.metrics import MetricsLog, Phases, memory_metrics
-from common.reshard import fsdp_buckets, named_weights, push_to_vllm, vllm_push_mode
-from common.rewards import RewardPool
+from common.metrics import MetricsLog, Phases, memory_metrics, peak_flops, profiled
+from common.offload import Parked, optimizer_tensors, parameter_tensors
+from common.reshard import fsdp_buckets, named_weights, push_to_vllm, shard_group, vllm_push_mode
+from common.rewards import Reward, RewardPool, overlong_penalty
 
+EXIT_STOPPED = 85  # after SIGTERM or SIGINT: tells a launcher to start the run again, not that it failed
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -94,6 +100,8 @@ class OptimArgs:
     """Gradients are scaled to at most this global norm; 0 is off."""
     gradient_checkpointing: bool = False
     """Recompute each layer's activations in backward: less memory for about a third more compute."""
+    offload: tuple[Literal["params", "optimizer"], ...] = ()
+    """What waits in page-locked host memory while this model does not work. Gradients never wait: each update drops them."""
 
 
 @dataclass
@@ -154,6 +162,8 @@ class RolloutArgs:
     """MiB of weights gathered at a time during a sync."""
     gpu_memory_utilization: float = 0.5
     """Share of the GPU that the engine may take while it is awake."""
+    check_sync: bool = False
+    """After each sync compare engine and trainer on fixed prompts, and stop if they differ by more than precision allows."""
     engine_args: str = "{}"
     """JSON of further arguments of vllm.LLM, such as '{"max_num_seqs": 512, "enforce_eager": true}'."""
 
@@ -166,6 +176,10 @@ class RewardArgs:
     """Seconds for one answer; one that takes longer scores 0."""
     workers: int = 4
     """Scoring processes on each rank that owns an engine."""
+    overlong_buffer: int = 0
+    """Responses within this many tokens of the limit lose up to `overlong_factor` (DAPO's soft punishment); 0 is off."""
+    overlong_factor: float = 1.0
+    """What a response of full length loses."""
     permute: bool = False
     """Control experiment: hand the rewards to random answers of the batch. Nothing should be learnt."""
 
@@ -194,6 +208,10 @@ class PPOArgs:
     """Weight of the entropy bonus."""
     tis_cap: float = 2.0
     """Truncated importance sampling between engine and trainer: cap of the weight; 0 is off."""
+    mask_truncated: bool = False
+    """Leave responses cut by length out of both losses: their score says nothing of how they would have ended."""
+    critic_warmup: int = 0
+    """First steps that train the critic alone."""
     loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
     """How per-token losses become one number, over the global mini-batch."""
 
@@ -206,10 +224,31 @@ class KLArgs:
     """Weight of the penalty."""
     kind: Literal["k1", "k2", "k3", "k3+"] = "k1"
     """Estimator (Schulman 2020); k3+ has k3's value and k2's gradient."""
+    target: float | None = None
+    """Steer `coef` towards this mean KL per token, in nats (adaptive controller, Ziegler et al. 2019); reward only."""
+    horizon: float = 10000.0
+    """Sequences over which the controller acts."""
+    offload: bool = False
+    """The reference waits in host memory while it does not work."""
 
 
 @dataclass
 class FSDPArgs:
+    strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "FULL_SHARD"
+    """FULL_SHARD frees gathered parameters after forward; SHARD_GRAD_OP keeps them until backward; HYBRID_SHARD shards
+    within groups of `shard_size` ranks and replicates over groups; NO_SHARD replicates."""
+    shard_size: int = 0
+    """Ranks of a HYBRID_SHARD group; 0 is those of one node."""
+    cpu_offload: bool = False
+    """Parameters, gradients and optimizer live on the host for good and travel layer by layer: slow, for big models."""
+    forward_prefetch: int = 0
+    """Layers gathered ahead in forward beside FSDP2's own overlap."""
+    backward_prefetch: int = 0
+    """The same in backward."""
+    ignored_modules: tuple[str, ...] = ()
+    """Names of modules, such as model.norm, whose parameters stay whole on every rank."""
+    compile: bool = False
+    """torch.compile each decoder layer."""
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of compute and of the gathered parameters; the sharded master weights are always fp32."""
     reduce_dtype: Literal["bfloat16", "float32"] = "float32"
@@ -240,6 +279,10 @@ class SaveArgs:
     """The newest that stay; 0 keeps all."""
     resume: bool = True
     """Go on from the newest complete checkpoint in `out`, if there is one."""
+    best: bool = False
+    """Never remove the checkpoint of best held-out accuracy; saves at every validation."""
+    grace: float = 25.0
+    """Seconds from SIGTERM or SIGINT to the kill (torchrun: 30): a save that would take longer is not begun."""
     hf: bool = True
     """At the end write the actor as a Hugging Face folder, out/hf."""
 
@@ -252,6 +295,16 @@ class LogArgs:
     """Also log to this Weights & Biases project (needs the wandb package)."""
     rollouts: bool = False
     """Keep every step's rollouts as out/rollouts/step_*.parquet."""
+
+
+@dataclass
+class ProfileArgs:
+    tool: Literal["off", "torch", "torch_memory"] = "off"
+    """torch: a Chrome trace of each chosen step; torch_memory: a snapshot of the allocator's history (CUDA)."""
+    steps: tuple[int, ...] = (2,)
+    """Which steps."""
+    save_path: str | None = None
+    """Folder; out/profile if not given."""
 
 
 @dataclass
@@ -268,6 +321,11 @@ class Args:
     val: ValArgs = field(default_factory=ValArgs)
     save: SaveArgs = field(default_factory=SaveArgs)
     log: LogArgs = field(default_factory=LogArgs)
+    profile: ProfileArgs = field(default_factory=ProfileArgs)
+    replay: str | None = None
+    """Train from the rollouts kept in this folder (out/rollouts of a run) without an engine."""
+    rollout_only: bool = False
+    """Generate, score and keep rollouts; train nothing."""
     out: str = "runs/ppo"
     """Folder of the run: metrics, checkpoints, rollouts, the final model."""
     steps: int = 100
@@ -300,6 +358,14 @@ class Args:
             )
         if self.rollout.temperature <= 0:
             raise ValueError("--rollout.temperature must be above 0: PPO needs samples (validation is greedy by itself)")
+        if self.replay and self.rollout_only:
+            raise ValueError("--replay and --rollout-only exclude each other: one has no engine, the other no training")
+        if self.kl.target is not None and self.kl.where != "reward":
+            raise ValueError("--kl.target steers the penalty in the reward: set --kl.where reward")
+        if self.reward.overlong_buffer > self.rollout.max_response_length:
+            raise ValueError("--reward.overlong-buffer must not exceed --rollout.max-response-length")
+        if self.save.best and not (self.save.every and self.val.every and self.data.val):
+            raise ValueError("--save.best needs checkpoints and validation: set --save.every, --val.every and --data.val")
         if 0 < self.ppo.dual_clip <= 1:
             raise ValueError(f"--ppo.dual-clip is {self.ppo.dual_clip}; it must be above 1, or 0 for off")
         try:
@@ -346,7 +412,7 @@ class Policy(nn.Module):
         hidden = self.lm.get_decoder()(**micro.inputs).last_hidden_state[0]
         head, config = self.lm.get_output_embeddings(), self.lm.config
         logprob, entropy = linear_logprob(
-            hidden[micro.predict], head.weight, micro.targets, bias=head.bias, temperature=self.temperature,
+            hidden[micro.predict].to(head.weight.dtype), head.weight, micro.targets, bias=head.bias, temperature=self.temperature,
             softcap=getattr(config, "final_logit_softcapping", None),
             scale=getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0),
         )
@@ -364,7 +430,7 @@ class Critic(nn.Module):
     def forward(self, micro: "Micro") -> Tensor:
         """[R] fp32."""
         hidden = self.lm.get_decoder()(**micro.inputs).last_hidden_state[0]
-        return self.head(hidden[micro.predict]).squeeze(-1).float()
+        return self.head(hidden[micro.predict].to(self.head.weight.dtype)).squeeze(-1).float()
 
 
 @contextmanager
@@ -385,11 +451,27 @@ def meta_parameters() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def make_mesh(args: FSDPArgs, world_size: int, local_world_size: int, device_type: str) -> DeviceMesh:
+    """The ranks as FSDP2 wants them: one dimension of shards, or replicas by shards. Collective.
+
+    Raises:
+        ValueError: the shard size does not divide the world size.
+    """
+    if args.strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        return init_device_mesh(device_type, (world_size,))
+    shards = 1 if args.strategy == "NO_SHARD" else args.shard_size or local_world_size
+    if world_size % shards:
+        raise ValueError(f"--fsdp.shard-size {shards} must divide the number of ranks, {world_size}")
+    return init_device_mesh(device_type, (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
 def build_model(
     kind: Literal["policy", "critic"], folder: str, args: Args, mesh: DeviceMesh, optim: OptimArgs | None
-) -> Policy | Critic:
-    """Sharded model with fp32 weights from a Hugging Face folder; each rank reads only its slices. Collective.
+) -> Any:
+    """A sharded Policy or Critic with fp32 weights from a Hugging Face folder; each rank reads only its slices. Collective.
 
+    Args:
+        optim: None for a model that is not trained.
     Raises:
         ValueError: the attention cannot be packed, or the folder's tensors are not the model's.
     """
@@ -409,18 +491,39 @@ def build_model(
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()  # Hugging Face checkpoints activations only in training mode; nothing else differs without dropout
 
-    # Gradients are summed, not averaged, over ranks: every loss is already divided by the global count.
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[args.fsdp.param_dtype], reduce_dtype=DTYPES[args.fsdp.reduce_dtype])
     layers = [m for m in lm.modules() if type(m).__name__ in (lm._no_split_modules or ())]
+    if args.fsdp.compile:
+        for layer in layers:
+            layer.compile()
+    known = dict(lm.named_modules())
+    unknown = [name for name in args.fsdp.ignored_modules if name not in known]
+    if unknown:
+        raise ValueError(f"--fsdp.ignored-modules: the model has no module {unknown[0]!r}")
+    ignored = {p for name in args.fsdp.ignored_modules for p in known[name].parameters()}
+    options: dict[str, Any] = {
+        "mesh": mesh, "ignored_params": ignored, "reshard_after_forward": args.fsdp.strategy in ("FULL_SHARD", "HYBRID_SHARD"),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[args.fsdp.param_dtype], reduce_dtype=DTYPES[args.fsdp.reduce_dtype]),
+    }
+    if args.fsdp.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for module in (*layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, **options)
+        # Gradients are summed, not averaged, over ranks: every loss is already divided by the global count.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    for i, layer in enumerate(layers):
+        if args.fsdp.forward_prefetch:
+            layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + args.fsdp.forward_prefetch])
+        if args.fsdp.backward_prefetch:
+            layer.set_modules_to_backward_prefetch(layers[max(i - args.fsdp.backward_prefetch, 0) : i][::-1])
 
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=mesh.device_type)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
+    model.to_empty(device="cpu" if args.fsdp.cpu_offload else mesh.device_type)
+    for name, buffer in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = buffer.to(mesh.device_type)
+    for param in ignored:
+        param.data = param.data.to(mesh.device_type)
     read_weights(model, folder)
     if isinstance(model, Critic):
         nn.init.zeros_(model.head.weight)
@@ -459,6 +562,23 @@ def learning_rate(args: OptimArgs, step: int, steps: int) -> float:
     progress = (step - args.warmup_steps) / max(steps - args.warmup_steps, 1)
     decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[args.schedule]
     return args.lr * (args.min_lr_ratio + (1.0 - args.min_lr_ratio) * decay)
+
+
+def read_config(folder: str, trust_remote_code: bool) -> tuple[PretrainedConfig, Any]:
+    """(config, tokenizer).
+
+    Raises:
+        FileNotFoundError: the folder has no config, tokenizer or safetensors.
+    """
+    names = os.listdir(folder)
+    if "config.json" not in names:
+        raise FileNotFoundError(f"{folder} has no config.json: it is not a Hugging Face model")
+    if not any(name.endswith(".safetensors") for name in names):
+        raise FileNotFoundError(f"{folder} has no safetensors; convert it with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)")
+    if not any(name.startswith("tokenizer") for name in names):
+        raise FileNotFoundError(f"{folder} has no tokenizer; save one there with AutoTokenizer.from_pretrained(...).save_pretrained(...)")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return config, AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 def local_folder(model: str, local_rank: int) -> str:
@@ -564,25 +684,31 @@ def gather_flat(mine: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def forward_only(forward: Callable[[Micro], Tensor], batch: Batch, plans: list[list[list[list[int]]]]) -> Tensor:
-    """`forward` of every response token, [R] fp32 on every rank; each rank computes its share of each plan. Collective."""
+def forward_only(model: nn.Module, batch: Batch, plans: list[list[list[list[int]]]]) -> Tensor:
+    """Log-probs of a Policy or values of a Critic of every response token, [R] fp32 on every rank; each rank computes its
+    share of each plan. Collective."""
     out = torch.zeros_like(batch.rollout_logprobs)
     for plan in plans:
         for sequences in plan[dist.get_rank()]:
             micro = pack_micro(batch, sequences)
-            out[micro.token_index] = forward(micro)
+            result = model(micro)
+            out[micro.token_index] = result[0] if isinstance(result, tuple) else result
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # without a backward, nothing else frees what SHARD_GRAD_OP and the root keep gathered
     dist.all_reduce(out)  # one rank's number and zeros: exact
     return out
 
 
-def minibatch_weights(batch: Batch, sequences: list[int], loss_agg: str) -> dict[str, Tensor]:
+def minibatch_weights(batch: Batch, sequences: list[int], loss_agg: str, mask_truncated: bool) -> dict[str, Tensor]:
     """Of a mini-batch's tokens, zero elsewhere, each [R]: `loss_weights` add up per-token losses to the mini-batch's loss,
     `mean_weights` give means over its tokens. Being global, they make the result independent of how it is split."""
     index, lengths = batch.token_index(sequences), batch.response_lens[sequences]
+    mask = ~batch.truncated[sequences] if mask_truncated else None
     out = {}
     for name, mode in (("loss_weights", loss_agg), ("mean_weights", "token-mean")):
         out[name] = torch.zeros_like(batch.rollout_logprobs)
-        out[name][index] = token_weights(lengths, mode).to(batch.device)
+        out[name][index] = token_weights(lengths, mode, mask).to(batch.device)
     return out
 
 
@@ -620,6 +746,22 @@ def critic_loss(critic: Critic, tokens: dict[str, Tensor], args: Args, micro: Mi
     return (loss * t["loss_weights"]).sum(), {"clipfrac": (clipped * t["mean_weights"]).sum()}
 
 
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients to a global L2 norm of at most `max_norm`; returns the norm before. Parameters that FSDP ignores
+    are plain tensors: their gradients are summed over ranks here, as FSDP sums the others. Collective."""
+    params = [p for p in model.parameters() if p.grad is not None]
+    sharded = [p.grad.to_local() for p in params if isinstance(p, DTensor)]
+    whole = [p.grad for p in params if not isinstance(p, DTensor)]
+    for gradient in whole:
+        dist.all_reduce(gradient)
+    square = torch.stack(torch._foreach_norm(sharded)).square().sum()
+    dist.all_reduce(square, group=shard_group(next(p for p in params if isinstance(p, DTensor))))
+    norm = (square + sum(g.square().sum() for g in whole)).sqrt().item()
+    torch._foreach_mul_(sharded + whole, min(max_norm / (norm + 1e-6), 1.0))
+    return norm
+
+
 def update(
     model: nn.Module, optimizer: torch.optim.Optimizer, clip_grad_norm: float, batch: Batch, plan: list[list[list[int]]],
     loss_fn: Callable[[Micro], tuple[Tensor, dict[str, Tensor]]],
@@ -640,10 +782,10 @@ def update(
         loss.backward()
         for name, value in (stats | {"loss": loss}).items():
             sums[name] = sums.get(name, 0.0) + value.detach()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm or math.inf)
+    norm = clip_gradients(model, clip_grad_norm or math.inf)
     total = torch.stack(list(sums.values()))
     dist.all_reduce(total)
-    result = dict(zip(sums, total.tolist(), strict=True)) | {"grad_norm": norm.full_tensor().item()}
+    result = dict(zip(sums, total.tolist(), strict=True)) | {"grad_norm": norm}
     if not (math.isfinite(result["loss"]) and math.isfinite(result["grad_norm"])):
         raise FloatingPointError(f"loss {result['loss']}, gradient norm {result['grad_norm']}")
     optimizer.step()
@@ -684,36 +826,104 @@ def eos_ids(folder: str, config: PretrainedConfig, tokenizer: Any) -> list[int]:
     return sorted(ids - {None})
 
 
-def generate(llm: Any, prompts: list[list[int]], seed: tuple[int, ...], **sampling: Any) -> list[Any]:
-    """Responses of this rank's engine to its prompts, prompt by prompt, as vLLM's CompletionOutput.
+class Rollout:
+    """A vLLM engine for every `tensor_parallel_size` ranks, living in their processes and sharing the prompts."""
 
-    Sampling is a function of `seed` alone: the prefix cache is emptied first (a cached prefix and a computed one differ
-    in the last bit), the generators that the engine draws from are seeded, and the trainer's are put back after.
-    """
-    from vllm import SamplingParams
+    def __init__(self, args: Args, folder: str, config: PretrainedConfig, tokenizer: Any, device: torch.device) -> None:
+        tp = args.rollout.tensor_parallel_size
+        self.args, self.device = args, device
+        self.group, self.groups = dist.get_rank() // tp, dist.get_world_size() // tp
+        self.owner = dist.get_rank() % tp == 0  # the engine's first rank speaks for it
+        self.llm = make_engine(args, folder, device)
+        self.push_mode = vllm_push_mode(self.llm)
+        self.stop = {"stop_token_ids": eos_ids(folder, config, tokenizer), "max_tokens": args.rollout.max_response_length}
 
-    llm.reset_prefix_cache()
-    params = SamplingParams(logprobs=0, flat_logprobs=True, detokenize=False, **sampling)
-    with torch.random.fork_rng():
-        torch.manual_seed(random.Random(repr(seed)).getrandbits(63))
-        requests = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    return [output for request in requests for output in request.outputs]
+    def share(self, items: list[Any]) -> list[Any]:
+        """This engine's contiguous share."""
+        return items[len(items) * self.group // self.groups : len(items) * (self.group + 1) // self.groups]
+
+    def generate(self, prompts: list[Prompt], step: int, purpose: int = 0, **sampling: Any) -> list[Any]:
+        """Responses of this rank's engine to its share of the prompts, prompt by prompt, as vLLM's CompletionOutput.
+
+        Sampling is a function of (seed, step, engine, purpose): the prefix cache is emptied first (a cached prefix and a
+        computed one differ in the last bit), the generators that the engine draws from are seeded, and the trainer's are
+        put back after.
+        """
+        from vllm import SamplingParams
+
+        self.llm.reset_prefix_cache()
+        params = SamplingParams(logprobs=0, flat_logprobs=True, detokenize=False, **self.stop, **sampling)
+        requests = [{"prompt_token_ids": p.ids} for p in self.share(prompts)]
+        with torch.random.fork_rng():
+            torch.manual_seed(random.Random(f"{self.args.seed} {step} {self.group} {purpose}").getrandbits(63))
+            outputs = self.llm.generate(requests, params, use_tqdm=False)
+        return [output for request in outputs for output in request.outputs]
+
+    def collect(self, prompts: list[Prompt], outputs: list[Any]) -> "Batch":
+        """Every engine's outputs as one batch on every rank. Collective."""
+        told = outputs if self.owner else []
+
+        def gather(values: list[Any], dtype: torch.dtype) -> Tensor:
+            return gather_flat(torch.tensor(values, dtype=dtype, device=self.device))
+
+        response_lens = gather([len(o.token_ids) for o in told], torch.int64).cpu()
+        responses = gather([t for o in told for t in o.token_ids], torch.int64).cpu().split(response_lens.tolist())
+        n = len(responses) // len(prompts)
+        return Batch(
+            ids=torch.cat([part for i, r in enumerate(responses) for part in (torch.tensor(prompts[i // n].ids), r)]),
+            prompt_lens=torch.tensor([len(p.ids) for p in prompts]).repeat_interleave(n),
+            response_lens=response_lens,
+            rollout_logprobs=gather([x for o in told for x in o.logprobs.logprobs], torch.float32),
+            truncated=gather([o.finish_reason == "length" for o in told], torch.uint8).cpu().bool(),
+        )
+
+    def push(self, actor: nn.Module) -> dict[str, float]:
+        """The actor's weights into the engine, which ends awake. On CUDA the KV cache comes back only after the buckets
+        are gone."""
+        weights = named_weights(actor.lm, aliases=self.push_mode == "reload_weights")
+        buckets = fsdp_buckets(weights, DTYPES[self.args.rollout.dtype], self.args.rollout.bucket_mb * 2**20, self.device)
+        if self.device.type == "cuda":
+            self.llm.wake_up(tags=["weights"])
+        start = time.perf_counter()
+        nbytes = push_to_vllm(self.llm, buckets, self.push_mode)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=["kv_cache"])
+        return {"perf/sync_GBps": nbytes / seconds / 1e9}
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and KV cache, where there is a device to give it back to."""
+        if self.device.type == "cuda":
+            self.llm.sleep(level=2)
 
 
-def share(count: int, part: int, parts: int) -> range:
-    """Indices of the part-th of `parts` nearly equal contiguous shares of range(count)."""
-    return range(count * part // parts, count * (part + 1) // parts)
-
-
-def score(pool: RewardPool, prompts: list[Prompt], answers: list[str]) -> list[Any]:
-    """Rewards of answers, answer i to prompts[i], computed outside this process."""
+def score(pool: RewardPool | None, tokenizer: Any, prompts: list[Prompt], outputs: list[Any]) -> list[Reward]:
+    """Rewards of an engine's outputs to its prompts, computed outside this process; none where another rank owns them."""
+    if pool is None:
+        return []
+    texts = tokenizer.batch_decode([o.token_ids for o in outputs], skip_special_tokens=True)
+    many = [p for p in prompts for _ in range(len(outputs) // len(prompts))]
     return pool.score([
-        {"data_source": p.data_source, "answer": a, "ground_truth": p.ground_truth, "extra_info": p.extra_info}
-        for p, a in zip(prompts, answers, strict=True)
+        {"data_source": p.data_source, "answer": text, "ground_truth": p.ground_truth, "extra_info": p.extra_info}
+        for p, text in zip(many, texts, strict=True)
     ])
 
 
-def reward_metrics(rewards: list[Any], count: int) -> dict[str, float]:
+def shape_scores(scores: Tensor, lengths: Tensor, args: Args, step: int) -> Tensor:
+    """Scores [N] with the overlong punishment and, in the control experiment, handed to random answers of the batch."""
+    if args.reward.overlong_buffer:
+        shape = (args.rollout.max_response_length, args.reward.overlong_buffer, args.reward.overlong_factor)
+        scores = scores + torch.tensor([overlong_penalty(n, *shape) for n in lengths.tolist()], device=scores.device)
+    if args.reward.permute:
+        order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(random.Random(f"{args.seed} {step}").getrandbits(63)))
+        scores = scores[order.to(scores.device)]
+    return scores
+
+
+def reward_metrics(rewards: list[Reward], count: int) -> dict[str, float]:
     """Means over all `count` answers of the numbers that the reward function returned beside the score, and the number of
     answers that raised, hung or returned no number. Collective."""
     sums: dict[str, float] = {"reward/errors": float(sum(r.error is not None for r in rewards))}
@@ -738,15 +948,12 @@ def plan_minibatch(batch: Batch, sequences: list[int], world: int, max_tokens: i
     return [[[sequences[i] for i in micro] for micro in micros] for micros in plan]
 
 
-def keep_rollouts(
-    path: str, rows: list[int], prompts: list[Prompt], batch: Batch, tokenizer: Any, per_sequence: dict[str, Tensor],
-    per_token: dict[str, Tensor],
-) -> None:
-    """Write a step's sequences as parquet: a row each, with ids, texts, and the given numbers by sequence and by token."""
+def keep_rollouts(path: str, prompts: list[Prompt], batch: Batch, tokenizer: Any, scores: Tensor, tokens: dict[str, Tensor]) -> None:
+    """Write a step's sequences as parquet, a row each: ids, texts, reward, and each of `tokens` ([R]) as lists."""
     n, lens = len(batch.lengths) // len(prompts), batch.response_lens.tolist()
     many = range(len(batch.lengths))
     columns: dict[str, Any] = {
-        "row": [rows[i // n] for i in many],
+        "row": [prompts[i // n].index for i in many],
         "data_source": [prompts[i // n].data_source for i in many],
         "ground_truth": [prompts[i // n].ground_truth for i in many],
         "prompt": [prompts[i // n].text for i in many],
@@ -754,11 +961,94 @@ def keep_rollouts(
         "prompt_ids": [batch.prompt(i).tolist() for i in many],
         "response_ids": [batch.response(i).tolist() for i in many],
         "truncated": batch.truncated.tolist(),
+        "reward": scores.tolist(),
     }
-    columns |= {name: values.tolist() for name, values in per_sequence.items()}
-    columns |= {name: [part.tolist() for part in values.cpu().split(lens)] for name, values in per_token.items()}
+    for name, values in tokens.items():
+        columns[name] = [part.tolist() for part in values.cpu().split(lens)]
     os.makedirs(os.path.dirname(path), exist_ok=True)
     pq.write_table(pa.table(columns), path)
+
+
+def read_rollouts(path: str, samples: int, device: torch.device) -> tuple[list[Prompt], Batch, Tensor]:
+    """(prompts, batch, scores) of a step that `keep_rollouts` wrote; every rank reads it whole.
+
+    Raises:
+        ValueError: the rows are not `samples` to a prompt.
+    """
+    rows = pq.read_table(path).to_pylist()
+    if len(rows) % samples or any(rows[i]["row"] != rows[i - i % samples]["row"] for i in range(len(rows))):
+        raise ValueError(f"{path} was not made with --rollout.samples {samples}")
+    prompts = [Prompt(r["prompt_ids"], r["prompt"], r["data_source"], r["ground_truth"], {}, r["row"]) for r in rows[::samples]]
+    batch = Batch(
+        ids=torch.tensor([t for r in rows for t in r["prompt_ids"] + r["response_ids"]]),
+        prompt_lens=torch.tensor([len(r["prompt_ids"]) for r in rows]),
+        response_lens=torch.tensor([len(r["response_ids"]) for r in rows]),
+        rollout_logprobs=torch.tensor([x for r in rows for x in r["rollout_logprobs"]], device=device),
+        truncated=torch.tensor([r["truncated"] for r in rows]),
+    )
+    return prompts, batch, torch.tensor([r["reward"] for r in rows], device=device)
+
+
+def batch_metrics(batch: Batch, scores: Tensor) -> dict[str, float]:
+    """What is known of a batch before anything is trained on it."""
+    lens = batch.response_lens.float()
+    return {
+        "reward/mean": scores.mean().item(), "reward/std": scores.std(unbiased=False).item(),
+        "length/prompt_mean": batch.prompt_lens.float().mean().item(), "length/response_mean": lens.mean().item(),
+        "length/response_max": lens.max().item(), "length/cut_share": batch.truncated.float().mean().item(),
+    }
+
+
+def speed_metrics(
+    batch: Batch, config: PretrainedConfig, parameters: int, epochs: int, world: int, metrics: dict[str, float], seconds: float
+) -> dict[str, float]:
+    """Tokens (of prompts and responses) per second of the whole step, and the actor update's share of the peak bf16 FLOPs
+    of the GPUs: 6 FLOPs a parameter and token, and 6 L H s^2 for the causal attention of a sequence of s tokens."""
+    tokens = int(batch.lengths.sum())
+    out = {"time/step": seconds, "perf/tokens_per_s": tokens / seconds, "perf/tokens_per_s_per_rank": tokens / seconds / world}
+    peak = peak_flops()
+    if peak and "time/update_actor" in metrics:
+        attention = 6 * config.num_hidden_layers * config.hidden_size * int(batch.lengths.square().sum())
+        flops = epochs * (6 * parameters * tokens + attention)
+        out["perf/mfu_update_actor"] = flops / (metrics["time/update_actor"] * peak * world)
+    return out
+
+
+def validate(
+    rollout: Rollout, pool: RewardPool | None, tokenizer: Any, prompts: list[Prompt], args: Args, step: int
+) -> dict[str, float]:
+    """Greedy accuracy, and avg@k and pass@k of samples, over all held-out prompts and by data source. Collective."""
+    of_source: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        of_source.setdefault(prompt.data_source, []).append(i)
+    metrics: dict[str, float] = {}
+    for n, temperature in ((1, 0.0), (args.val.samples, args.val.temperature)):
+        if n == 0:
+            continue
+        outputs = rollout.generate(prompts, step, purpose=1, n=n, temperature=temperature)
+        rewards = score(pool, tokenizer, rollout.share(prompts), outputs)
+        scores = gather_flat(torch.tensor([r.score for r in rewards], device=rollout.device)).view(len(prompts), n).cpu()
+        values = {"greedy": scores[:, 0]} if temperature == 0 else {f"avg@{n}": scores.mean(1), f"pass@{n}": (scores > 0.5).any(1).float()}
+        for name, value in values.items():
+            metrics[f"val/{name}"] = value.mean().item()
+            metrics |= {f"val/{source}/{name}": value[rows].mean().item() for source, rows in of_source.items()}
+    return metrics
+
+
+def check_sync(rollout: Rollout, actor: Policy, prompts: list[Prompt], args: Args) -> dict[str, float]:
+    """Engine and trainer on the same tokens, right after a sync. Collective.
+
+    Raises:
+        RuntimeError: mean |log-prob difference| above what two runs of the precision differ by (fp32: 1e-4; bf16: 0.05, four
+            times what Hugging Face and vLLM were seen to differ by).
+    """
+    batch = rollout.collect(prompts, rollout.generate(prompts, 0, purpose=2, n=1, temperature=args.rollout.temperature))
+    plan = plan_minibatch(batch, list(range(len(prompts))), dist.get_world_size(), args.batch.max_tokens, 1)
+    difference = (forward_only(actor, batch, [plan]) - batch.rollout_logprobs).abs().mean().item()
+    limit = 1e-4 if args.rollout.dtype == args.fsdp.param_dtype == "float32" else 0.05
+    if not difference <= limit:
+        raise RuntimeError(f"after a sync by {rollout.push_mode} engine and trainer differ by {difference:.2e} nats a token (limit {limit})")
+    return {"rollout/sync_logprob_diff": difference}
 
 
 def console_line(step: int, steps: int, metrics: dict[str, float]) -> str:
@@ -768,257 +1058,349 @@ def console_line(step: int, steps: int, metrics: dict[str, float]) -> str:
         parts.append(f"held-out {metrics['val/greedy']:.3f}")
     if "actor/ref_kl" in metrics:
         parts.append(f"kl {metrics['actor/ref_kl']:.4f}")
+    if "actor/entropy" in metrics:  # not during the critic's warm-up
+        parts += [f"entropy {metrics['actor/entropy']:.3f}", f"|Δp| {metrics['actor/prob_diff']:.1e}"]
+        if metrics["actor/prob_diff"] > 0.01:
+            parts[-1] += " (above 0.01: engine and trainer disagree)"
     parts += [
-        f"entropy {metrics['actor/entropy']:.3f}", f"length {metrics['length/response_mean']:.1f}",
-        f"|Δp| {metrics['actor/prob_diff']:.1e}", f"{metrics['perf/tokens_per_s']:,.0f} tok/s", f"{metrics['time/step']:.2f} s",
+        f"length {metrics['length/response_mean']:.1f}", f"{metrics['perf/tokens_per_s']:,.0f} tok/s", f"{metrics['time/step']:.2f} s",
     ]
     return " | ".join(parts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Stopping
+# ---------------------------------------------------------------------------------------------------------------------
+class Stopped(Exception):
+    """Every rank has agreed to stop."""
+
+
+class StopSignal:
+    """SIGTERM and SIGINT only set a flag; ranks agree on it at phase boundaries, where all of them can still save.
+
+    torchrun sends the same SIGTERM to the healthy ranks when a peer has died. Then the agreement itself fails, or is
+    killed while it waits, and nothing is saved: a collective save without the peer would never end.
+    """
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.note)
+
+    def note(self, *_: Any) -> None:
+        self.since = self.since or time.monotonic()
+
+    def check(self) -> None:
+        """Raises Stopped on every rank if any was told to stop. Collective."""
+        told = torch.tensor([self.since is not None], dtype=torch.int32)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        if told.item():
+            self.note()
+            raise Stopped
+
+    def time_for(self, seconds: float, grace: float) -> bool:
+        """All ranks still have `seconds` of their grace. Collective."""
+        enough = torch.tensor([time.monotonic() - self.since + seconds < grace], dtype=torch.int32)
+        dist.all_reduce(enough, op=dist.ReduceOp.MIN)
+        return bool(enough.item())
+
+
+def lock_output(folder: str) -> Any:
+    """Hold `folder` for this run, by an open file that the caller keeps. Rank 0 only.
+
+    Raises:
+        ValueError: another run is writing there.
+    """
+    os.makedirs(folder, exist_ok=True)
+    lock = open(os.path.join(folder, ".lock"), "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        raise ValueError(f"another run is writing into {folder}: give this one another --out") from e
+    return lock
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The run
 # ---------------------------------------------------------------------------------------------------------------------
-def main(args: Args) -> None:
-    """Train. Raises on bad input before any weight is read where possible; see `cli` for how errors end the run."""
+def main(args: Args) -> int:
+    """Train. Bad input raises before any weight is read where possible; see `cli` for how errors end the run.
+
+    Returns:
+        the exit code: 0, or EXIT_STOPPED after a signal.
+    """
     rank, world, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
-    mesh = init_device_mesh(device.type, (world,))
-    tp = args.rollout.tensor_parallel_size
-    group, groups, owner = rank // tp, world // tp, rank % tp == 0  # this rank's engine; its first rank speaks for it
+    mesh = make_mesh(args.fsdp, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)), device.type)
+    console: Callable[..., None] = functools.partial(print, flush=True) if rank == 0 else lambda *a: None
 
     # --- data, and everything that can be wrong before a weight is read
     folder = local_folder(args.actor.model, local_rank)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    critic_folder = local_folder(args.critic.model, local_rank) if args.critic.model else folder
+    config, tokenizer = read_config(folder, args.trust_remote_code)
     check(args, config, world)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
-    load = dict(max_length=args.data.max_prompt_length, overlong=args.data.overlong)
-    train_prompts, dropped = load_prompts(args.data.train, tokenizer, **load)
-    val_prompts, _ = load_prompts(args.data.val, tokenizer, limit=args.val.limit, **load) if args.data.val else ([], 0)
-    sampler = Sampler(len(train_prompts), args.batch.prompts, args.seed, args.data.shuffle)
-    pool = RewardPool(args.reward.fn, args.reward.workers, args.reward.timeout) if owner else None
+    load = functools.partial(load_prompts, tokenizer=tokenizer, max_length=args.data.max_prompt_length, overlong=args.data.overlong)
+    train_prompts, dropped = ([], 0) if args.replay else load(args.data.train)
+    val_prompts = load(args.data.val, limit=args.val.limit)[0] if args.data.val and not args.replay else []
+    sampler = None if args.replay else Sampler(len(train_prompts), args.batch.prompts, args.seed, args.data.shuffle)
+    kept = os.path.join(args.replay or args.out, "" if args.replay else "rollouts", "step_{:06d}.parquet")
     checkpoints = os.path.join(args.out, "checkpoints")
     saved = checkpoint.list_steps(checkpoints) if args.save.resume else []
-    os.makedirs(args.out, exist_ok=True)
-    console = print if rank == 0 else lambda *a, **k: None
+    first_step = saved[-1] + 1 if saved else 1
+    for step in range(first_step, args.steps + 1) if args.replay else ():
+        if not os.path.exists(kept.format(step)):
+            raise FileNotFoundError(f"--replay: there is no {kept.format(step)}; lower --steps to {step - 1} or keep more rollouts")
+    lock, error = None, None
+    if rank == 0:
+        try:
+            lock = lock_output(args.out)
+            with open(os.path.join(args.out, "args.json"), "w") as f:
+                json.dump(dataclasses.asdict(args), f, indent=2)
+        except (ValueError, OSError) as e:
+            error = e
+    checkpoint.on_every_rank(error, f"opening {args.out}")
     if args.rollout.top_p < 1 or args.rollout.top_k > 0:
         console("warning: --rollout.top-p or top-k truncates the sampled distribution; policy ratios will be biased")
 
-    # --- engine first: it measures free memory when it is built
-    llm = make_engine(args, folder, device)
-    push_mode = vllm_push_mode(llm)
-    stop = dict(stop_token_ids=eos_ids(folder, config, tokenizer), max_tokens=args.rollout.max_response_length)
-    if cuda:
-        llm.sleep(level=2)
+    # --- the engine first: it measures free memory when it is built
+    rollout, pool = None, None
+    if not args.replay:
+        owner, error = rank % args.rollout.tensor_parallel_size == 0, None
+        try:
+            pool = RewardPool(args.reward.fn, args.reward.workers, args.reward.timeout) if owner else None
+        except ValueError as e:
+            error = e
+        checkpoint.on_every_rank(error, "starting the reward workers")
+        rollout = Rollout(args, folder, config, tokenizer, device)
+        if not args.rollout_only:
+            rollout.sleep()
 
-    # --- models and optimizers
+    # --- models and optimizers, each on the device only while it works, where that is asked for
     seed_everything(args.seed)
-    actor = build_model("policy", folder, args, mesh, args.actor)
-    critic = build_model("critic", local_folder(args.critic.model or folder, local_rank), args, mesh, args.critic)
-    reference = build_model("policy", folder, args, mesh, None) if args.kl.where != "off" else None
-    actor_optimizer, critic_optimizer = make_optimizer(actor, args.actor), make_optimizer(critic, args.critic)
+    models: dict[str, Any] = {}
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    on_device: dict[str, Any] = {}
 
-    def training_state() -> dict[str, Any]:
-        state = {}
-        for name, model, optimizer in (("actor", actor, actor_optimizer), ("critic", critic, critic_optimizer)):
-            state[name], state[f"{name}_optimizer"] = get_state_dict(model, optimizer)
-        return state
+    def park(name: str, wanted: bool, tensors: Callable[[], list[Tensor]]) -> None:
+        on_device[name] = Parked(tensors) if wanted else nullcontext()
 
-    first_step = 1
-    if saved:
-        state = training_state()
-        progress = checkpoint.load(checkpoint.step_folder(checkpoints, saved[-1]), state)
-        for name, model, optimizer in (("actor", actor, actor_optimizer), ("critic", critic, critic_optimizer)):
-            set_state_dict(model, optimizer, model_state_dict=state[name], optim_state_dict=state[f"{name}_optimizer"])
-        sampler.load_state_dict(progress["sampler"])
-        first_step = saved[-1] + 1
+    if not args.rollout_only:
+        for name, kind, path, optim in (("actor", "policy", folder, args.actor), ("critic", "critic", critic_folder, args.critic)):
+            models[name] = build_model(kind, path, args, mesh, optim)
+            optimizers[name] = make_optimizer(models[name], optim)
+            park(name, "params" in optim.offload, functools.partial(parameter_tensors, models[name]))
+            park(f"{name}_optimizer", "optimizer" in optim.offload, functools.partial(optimizer_tensors, optimizers[name]))
+        if args.kl.where != "off":
+            models["reference"] = build_model("policy", folder, args, mesh, None)
+            park("reference", args.kl.offload, functools.partial(parameter_tensors, models["reference"]))
+    kl = AdaptiveKL(args.kl.coef, args.kl.target or 1.0, args.kl.horizon)
+    best = {"step": -1, "accuracy": -1.0}
+
+    def state() -> dict[str, Any]:
+        """What a checkpoint holds beside small numbers; all of it on the device."""
+        out = {}
+        for name, optimizer in optimizers.items():
+            out[name], out[f"{name}_optimizer"] = get_state_dict(models[name], optimizer)
+        return out
+
+    @contextmanager
+    def everything_on_device() -> Iterator[None]:
+        with ExitStack() as stack:
+            for name in optimizers:
+                stack.enter_context(on_device[name])
+                stack.enter_context(on_device[f"{name}_optimizer"])
+            yield
+
+    def save(step: int, sampler_state: dict[str, int] | None) -> None:
+        with everything_on_device():
+            progress = {"sampler": sampler_state, "kl_coef": kl.coef, "best": best}
+            checkpoint.save(checkpoints, step, state(), progress, args.save.keep, best["step"])
+
+    if saved and not args.rollout_only:
+        with everything_on_device():
+            loaded = state()
+            progress = checkpoint.load(checkpoint.step_folder(checkpoints, saved[-1]), loaded)
+            for name, optimizer in optimizers.items():
+                set_state_dict(models[name], optimizer, model_state_dict=loaded[name], optim_state_dict=loaded[f"{name}_optimizer"])
+        if sampler is not None:
+            sampler.load_state_dict(progress["sampler"])
+        kl.coef, best = progress["kl_coef"], progress["best"]
         console(f"resumed from step {saved[-1]} in {checkpoints}")
     log = MetricsLog(args.out, rank == 0, args.log.tensorboard, args.log.wandb_project, dataclasses.asdict(args), first_step - 1)
     phase = Phases(device)
 
-    def push_weights() -> dict[str, float]:
-        """Actor -> engine; the engine ends awake."""
-        with phase("sync"):
-            if cuda:
-                llm.wake_up(tags=["weights"])
-            weights = named_weights(actor.lm, aliases=push_mode == "reload_weights")
-            buckets = fsdp_buckets(weights, DTYPES[args.rollout.dtype], args.rollout.bucket_mb * 2**20, device)
-            start = time.perf_counter()
-            nbytes = push_to_vllm(llm, buckets, push_mode)
-            if cuda:
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-            if cuda:
-                torch.cuda.empty_cache()
-                llm.wake_up(tags=["kv_cache"])
-        return {"perf/sync_GBps": nbytes / seconds / 1e9}
-
-    def validate(step: int) -> dict[str, float]:
-        """Greedy accuracy, and avg@k and pass@k of samples, over all held-out prompts and by data source. Collective."""
-        mine = share(len(val_prompts), group, groups)
-        prompts = [val_prompts[i] for i in mine]
-        kinds: dict[str, tuple[int, float]] = {"greedy": (1, 0.0)}
-        if args.val.samples:
-            kinds["sampled"] = (args.val.samples, args.val.temperature)
-        metrics: dict[str, float] = {}
-        sources = sorted({p.data_source for p in val_prompts})
-        of_source = torch.tensor([sources.index(p.data_source) for p in val_prompts])
-        with phase("validate"):
-            for kind, (n, temperature) in kinds.items():
-                outputs = generate(llm, [p.ids for p in prompts], (args.seed, step, group, 1), n=n, temperature=temperature, **stop)
-                rewards: list[float] = []
-                if pool is not None:
-                    texts = tokenizer.batch_decode([o.token_ids for o in outputs], skip_special_tokens=True)
-                    rewards = [r.score for r in score(pool, [p for p in prompts for _ in range(n)], texts)]
-                scores = gather_flat(torch.tensor(rewards, device=device)).view(len(val_prompts), n).cpu()
-                names = {"greedy": scores[:, 0]} if kind == "greedy" else {
-                    f"avg@{n}": scores.mean(1), f"pass@{n}": (scores > 0.5).any(1).float()
-                }
-                for name, values in names.items():
-                    metrics[f"val/{name}"] = values.mean().item()
-                    if len(sources) > 1:
-                        for s, source in enumerate(sources):
-                            metrics[f"val/{source}/{name}"] = values[of_source == s].mean().item()
+    def push() -> dict[str, float]:
+        with phase("sync"), on_device["actor"]:
+            metrics = rollout.push(models["actor"])
+            if args.rollout.check_sync:
+                metrics |= check_sync(rollout, models["actor"], train_prompts[:16], args)
         return metrics
 
-    sync_metrics = push_weights()
-    parameters = sum(p.numel() for p in actor.parameters())
-    console(f"{world} rank(s) on {device.type}, {groups} engine(s) of {tp}, {parameters / 1e6:.1f}M parameters, "
-            f"{len(train_prompts)} prompts ({dropped} dropped), {len(val_prompts)} held out, sync by {push_mode}")
+    if rollout is not None and models:
+        push()
+    how = f"{rollout.groups} engine(s) of {args.rollout.tensor_parallel_size}, sync by {rollout.push_mode}" if rollout else "no engine"
+    size = sum(p.numel() for p in models["actor"].parameters()) if models else 0
+    console(f"{world} rank(s) on {device.type}, {how}, {size / 1e6:.1f}M parameters, {len(train_prompts)} prompts ({dropped} dropped), "
+            f"{len(val_prompts)} held out")
     if first_step == 1 and args.val.before_train and val_prompts:
-        metrics = validate(0)
+        with phase("validate"):
+            metrics = validate(rollout, pool, tokenizer, val_prompts, args, 0)
         log.log(0, metrics)
         console(f"step 0/{args.steps} | held-out {metrics['val/greedy']:.3f} before training")
 
-    for step in range(first_step, args.steps + 1):
-        step_start = time.perf_counter()
-        phase.take()
-        metrics = dict(sync_metrics)
+    stop = StopSignal()
+    done, sampler_state = first_step - 1, sampler.state_dict() if sampler else None  # what is true of the weights just now
+    save_seconds = 0.0
+    try:
+        for step in range(first_step, args.steps + 1):
+            stop.check()
+            with profiled(args.profile.tool if step in args.profile.steps else "off", args.profile.save_path or f"{args.out}/profile", step):
+                start = time.perf_counter()
+                phase.take()
+                metrics: dict[str, float] = {}
 
-        # --- generate: each engine answers its share of the prompts; then every rank gets the whole batch
-        rows = sampler.next_batch()
-        prompts = [train_prompts[i] for i in rows]
-        mine = [prompts[i] for i in share(len(prompts), group, groups)]
-        n = args.rollout.samples
-        with phase("generate"):
-            outputs = generate(
-                llm, [p.ids for p in mine], (args.seed, step, group), n=n, temperature=args.rollout.temperature,
-                top_p=args.rollout.top_p, top_k=args.rollout.top_k, **stop,
-            )
-            if cuda:
-                llm.sleep(level=2)
-            told = outputs if owner else []
-            response_ids = gather_flat(torch.tensor([t for o in told for t in o.token_ids], dtype=torch.int64, device=device)).cpu()
-            response_lens = gather_flat(torch.tensor([len(o.token_ids) for o in told], dtype=torch.int64, device=device)).cpu()
-            truncated = gather_flat(torch.tensor([o.finish_reason == "length" for o in told], dtype=torch.uint8, device=device)).cpu().bool()
-            rollout_logprobs = gather_flat(torch.tensor([x for o in told for x in o.logprobs.logprobs], device=device))
-            responses = response_ids.split(response_lens.tolist())
-            batch = Batch(
-                ids=torch.cat([part for i, r in enumerate(responses) for part in (torch.tensor(prompts[i // n].ids), r)]),
-                prompt_lens=torch.tensor([len(p.ids) for p in prompts]).repeat_interleave(n),
-                response_lens=response_lens, rollout_logprobs=rollout_logprobs, truncated=truncated,
-            )
-        lengths = response_lens.to(device)
+                # --- generate: each engine answers its share of the prompts; then every rank gets the whole batch.
+                # Rewards are given once, by the owner of each answer, and shared.
+                if args.replay:
+                    prompts, batch, scores = read_rollouts(kept.format(step), args.rollout.samples, device)
+                else:
+                    prompts = [train_prompts[i] for i in sampler.next_batch()]
+                    with phase("generate"):
+                        outputs = rollout.generate(
+                            prompts, step, n=args.rollout.samples, temperature=args.rollout.temperature,
+                            top_p=args.rollout.top_p, top_k=args.rollout.top_k,
+                        )
+                        if models:
+                            rollout.sleep()
+                        batch = rollout.collect(prompts, outputs)
+                    stop.check()
+                    with phase("reward"):
+                        rewards = score(pool, tokenizer, rollout.share(prompts), outputs)
+                        scores = gather_flat(torch.tensor([r.score for r in rewards], device=device))
+                        metrics |= reward_metrics(rewards, len(scores))
+                        scores = shape_scores(scores, batch.response_lens, args, step)
+                lengths = batch.response_lens.to(device)
+                metrics |= batch_metrics(batch, scores)
+                tokens = {"rollout_logprobs": batch.rollout_logprobs}  # and every other number that a response token has
+                if args.rollout_only:
+                    if rank == 0:
+                        keep_rollouts(kept.format(step), prompts, batch, tokenizer, scores, tokens)
+                    log.log(step, metrics | phase.take())
+                    console(f"step {step}/{args.steps} | reward {metrics['reward/mean']:.3f} | length {metrics['length/response_mean']:.1f}")
+                    continue
 
-        # --- reward: by the owner of each answer, then shared
-        with phase("reward"):
-            rewards = []
-            if pool is not None:
-                texts = tokenizer.batch_decode([o.token_ids for o in outputs], skip_special_tokens=True)
-                rewards = score(pool, [p for p in mine for _ in range(n)], texts)
-            scores = gather_flat(torch.tensor([r.score for r in rewards], device=device))
-            metrics |= reward_metrics(rewards, len(scores))
-            if args.reward.permute:
-                shuffled = torch.randperm(len(scores), generator=torch.Generator().manual_seed(args.seed * 10**6 + step))
-                scores = scores[shuffled.to(device)]
+                # --- the schedule: every epoch's mini-batches, packed and balanced over ranks; the same on every rank
+                rng = random.Random(f"{args.seed} {step}")
+                updates = [
+                    (sequences, plan_minibatch(batch, sequences, world, args.batch.max_tokens, config.hidden_size))
+                    for _ in range(args.ppo.epochs)
+                    for sequences in minibatches(len(prompts), args.rollout.samples, args.ppo.minibatch_size, rng)
+                ]
+                first_epoch = [plan for _, plan in updates[: len(updates) // args.ppo.epochs]]
 
-        # --- the schedule: every epoch's mini-batches, packed and balanced over ranks; the same on every rank
-        rng = random.Random(f"{args.seed} {step}")
-        updates = [
-            (sequences, plan_minibatch(batch, sequences, world, args.batch.max_tokens, config.hidden_size))
-            for _ in range(args.ppo.epochs) for sequences in minibatches(len(prompts), n, args.ppo.minibatch_size, rng)
-        ]
-        first_epoch = [plan for _, plan in updates[: len(updates) // args.ppo.epochs]]
+                # --- old and reference log-probs and values, on the very micro-batches of the first epoch: with nothing
+                # updated yet the ratio is then exactly 1. A batch that gets one update needs no old log-probs: they are
+                # the update's own.
+                if len(updates) > 1 or args.kl.where == "reward":
+                    with phase("old_logprob"), on_device["actor"]:
+                        tokens["old_logprobs"] = forward_only(models["actor"], batch, first_epoch)
+                if "reference" in models:
+                    with phase("ref_logprob"), on_device["reference"]:
+                        tokens["ref_logprobs"] = forward_only(models["reference"], batch, first_epoch)
+                with phase("values"), on_device["critic"]:
+                    tokens["values"] = forward_only(models["critic"], batch, first_epoch)
+                stop.check()
 
-        # --- old and reference log-probs and values, on the very micro-batches of the first epoch: with nothing updated
-        # yet the ratio is then exactly 1. A batch that gets one update needs no old log-probs: they are the update's own.
-        tokens = {"rollout_logprobs": rollout_logprobs}
-        if len(updates) > 1 or args.kl.where == "reward":
-            with phase("old_logprob"):
-                tokens["old_logprobs"] = forward_only(lambda micro: actor(micro)[0], batch, first_epoch)
-        if reference is not None:
-            with phase("ref_logprob"):
-                tokens["ref_logprobs"] = forward_only(lambda micro: reference(micro)[0], batch, first_epoch)
-        with phase("values"):
-            tokens["values"] = forward_only(critic, batch, first_epoch)
+                # --- advantages, of the whole batch on every rank
+                with phase("advantages"):
+                    rewards_per_token = token_rewards(scores, lengths)
+                    if args.kl.where == "reward":
+                        penalty = kl_penalty(tokens["old_logprobs"], tokens["ref_logprobs"], args.kl.kind)
+                        rewards_per_token -= kl.coef * penalty
+                        if args.kl.target is not None:
+                            kl.update(penalty.mean().item(), len(scores))
+                    advantages, tokens["returns"] = gae(rewards_per_token, tokens["values"], lengths, args.ppo.gamma, args.ppo.lam)
+                    counted = ~batch.truncated.to(device).repeat_interleave(lengths) if args.ppo.mask_truncated else None
+                    tokens["advantages"] = whiten(advantages, counted) if args.ppo.whiten else advantages
 
-        # --- advantages, of the whole batch on every rank
-        with phase("advantages"):
-            rewards_per_token = token_rewards(scores, lengths)
-            if args.kl.where == "reward":
-                rewards_per_token -= args.kl.coef * kl_penalty(tokens["old_logprobs"], tokens["ref_logprobs"], args.kl.kind)
-            advantages, tokens["returns"] = gae(rewards_per_token, tokens["values"], lengths, args.ppo.gamma, args.ppo.lam)
-            tokens["advantages"] = whiten(advantages) if args.ppo.whiten else advantages
+                # --- update the critic, then the actor
+                for name, loss, optim in (("critic", critic_loss, args.critic), ("actor", actor_loss, args.actor)):
+                    if name == "actor" and step <= args.ppo.critic_warmup:
+                        continue
+                    model, optimizer, stats = models[name], optimizers[name], []
+                    for param_group in optimizer.param_groups:
+                        param_group["lr"] = learning_rate(optim, step, args.steps)
+                    with phase(f"update_{name}"), on_device[name], on_device[f"{name}_optimizer"]:
+                        for sequences, plan in updates:
+                            tokens |= minibatch_weights(batch, sequences, args.ppo.loss_agg, args.ppo.mask_truncated)
+                            try:
+                                stats.append(update(
+                                    model, optimizer, optim.clip_grad_norm, batch, plan,
+                                    functools.partial(loss, model, tokens, args),
+                                ))
+                            except FloatingPointError as e:
+                                bad = os.path.join(args.out, f"failed_step_{step:06d}.parquet")
+                                if rank == 0:
+                                    keep_rollouts(bad, prompts, batch, tokenizer, scores, tokens)
+                                raise FloatingPointError(f"step {step}, {name}, update {len(stats) + 1}: {e}; batch kept in {bad}") from e
+                    metrics |= {f"{name}/{key}": sum(s[key] for s in stats) / len(stats) for key in stats[0]}
+                    metrics[f"{name}/lr"] = optimizer.param_groups[0]["lr"]
+                done, sampler_state = step, sampler.state_dict() if sampler else None
 
-        # --- update the critic, then the actor
-        stats: dict[str, list[dict[str, float]]] = {"critic": [], "actor": []}
-        for name, model, optimizer, optim_args, loss in (
-            ("critic", critic, critic_optimizer, args.critic, critic_loss), ("actor", actor, actor_optimizer, args.actor, actor_loss)
-        ):
-            with phase(f"update_{name}"):
-                for param_group in optimizer.param_groups:
-                    param_group["lr"] = learning_rate(optim_args, step, args.steps)
-                for sequences, plan in updates:
-                    tokens |= minibatch_weights(batch, sequences, args.ppo.loss_agg)
-                    stats[name].append(update(model, optimizer, optim_args.clip_grad_norm, batch, plan, partial(loss, model, tokens, args)))
+                # --- save while the training state is whole; then the new weights go to the engine
+                last = step == args.steps
+                validating = bool(val_prompts) and (last or (args.val.every > 0 and step % args.val.every == 0))
+                if args.save.every and (step % args.save.every == 0 or last or (args.save.best and validating)):
+                    with phase("save"):
+                        save(step, sampler_state)
+                    save_seconds = phase.seconds["save"]
+                if rollout is not None:
+                    metrics |= push()
+                if validating:
+                    with phase("validate"):
+                        metrics |= validate(rollout, pool, tokenizer, val_prompts, args, step)
+                    if args.save.best and metrics["val/greedy"] > best["accuracy"]:
+                        best = {"step": step, "accuracy": metrics["val/greedy"]}
+                        checkpoint.note_best(checkpoints, best)
 
-        # --- save while the training state is where it was, then the new weights go to the engine
-        last = step == args.steps
-        if args.save.every and (step % args.save.every == 0 or last):
-            with phase("save"):
-                checkpoint.save(checkpoints, step, training_state(), {"sampler": sampler.state_dict()}, args.save.keep)
-        sync_metrics = push_weights()
-        if val_prompts and (last or (args.val.every and step % args.val.every == 0)):
-            metrics |= validate(step)
-
-        # --- log
-        for name, per_update in stats.items():
-            metrics |= {f"{name}/{key}": sum(s[key] for s in per_update) / len(per_update) for key in per_update[0]}
-        metrics |= {
-            "actor/lr": actor_optimizer.param_groups[0]["lr"], "critic/lr": critic_optimizer.param_groups[0]["lr"],
-            "critic/explained_variance": explained_variance(tokens["values"], tokens["returns"]).item(),
-            "critic/value_mean": tokens["values"].mean().item(), "advantage/std": advantages.std().item(),
-            "reward/mean": scores.mean().item(), "reward/std": scores.std().item(),
-            "length/prompt_mean": batch.prompt_lens.float().mean().item(),
-            "length/response_mean": lengths.float().mean().item(), "length/response_max": float(lengths.max()),
-            "length/cut_share": truncated.float().mean().item(), "data/epoch": float(sampler.epoch),
-        }
-        if args.log.rollouts and rank == 0:
-            keep_rollouts(
-                os.path.join(args.out, "rollouts", f"step_{step:06d}.parquet"), rows, prompts, batch, tokenizer, {"reward": scores},
-                {name: x for name, x in tokens.items() if not name.endswith("_weights")},
-            )
-        metrics |= phase.take() | memory_metrics(device)
-        metrics["time/step"] = time.perf_counter() - step_start
-        metrics["perf/tokens_per_s"] = int(batch.lengths.sum()) / metrics["time/step"]
-        metrics["perf/tokens_per_s_per_rank"] = metrics["perf/tokens_per_s"] / world
-        log.log(step, metrics)
-        console(console_line(step, args.steps, metrics), flush=True)
-
-    if args.save.hf:
-        buckets = fsdp_buckets(named_weights(actor.lm), DTYPES[args.rollout.dtype], args.rollout.bucket_mb * 2**20, device)
-        config.dtype = DTYPES[args.rollout.dtype]
-        checkpoint.export_hf(os.path.join(args.out, "hf"), buckets, config, tokenizer, GenerationConfig.from_model_config(config))
+                # --- log
+                metrics |= {
+                    "critic/explained_variance": explained_variance(tokens["values"], tokens["returns"], counted).item(),
+                    "critic/value_mean": tokens["values"].mean().item(), "advantage/std": advantages.std().item(), "kl/coef": kl.coef,
+                }
+                if args.log.rollouts and rank == 0:
+                    kept_tokens = {name: x for name, x in tokens.items() if not name.endswith("_weights")}
+                    keep_rollouts(kept.format(step), prompts, batch, tokenizer, scores, kept_tokens)
+                metrics |= phase.take() | memory_metrics(device)
+                metrics |= speed_metrics(batch, config, size, args.ppo.epochs, world, metrics, time.perf_counter() - start)
+                log.log(step, metrics)
+                console(console_line(step, args.steps, metrics))
+    except Stopped:
+        worth = args.save.every > 0 and done > 0 and done not in checkpoint.list_steps(checkpoints) and bool(models)
+        if worth and stop.time_for(2 * save_seconds + 1, args.save.grace):
+            save(done, sampler_state)
+        console(f"stopped by a signal after step {done}; newest checkpoint: {(checkpoint.list_steps(checkpoints) or ['none'])[-1]}")
+        code = EXIT_STOPPED
+    else:
+        code = 0
+        if args.save.hf and models:
+            with on_device["actor"]:
+                buckets = fsdp_buckets(named_weights(models["actor"].lm), DTYPES[args.rollout.dtype], args.rollout.bucket_mb * 2**20, device)
+                config.dtype = DTYPES[args.rollout.dtype]
+                checkpoint.export_hf(os.path.join(args.out, "hf"), buckets, config, tokenizer, GenerationConfig.from_model_config(config))
     log.close()
     if pool is not None:
         pool.close()
     dist.barrier()
-    llm.llm_engine.engine_core.shutdown()  # before the groups that it uses are gone
+    if rollout is not None:
+        rollout.llm.llm_engine.engine_core.shutdown()  # before the groups that it uses are gone
     if dist.is_initialized():
         dist.destroy_process_group()
+    return code
 
 
 def cli(default: Args | None = None) -> None:
@@ -1030,14 +1412,15 @@ def cli(default: Args | None = None) -> None:
         args = tyro.cli(Args, default=default) if default is not None else tyro.cli(Args)
         if "RANK" not in os.environ:
             raise ValueError("start this script with torchrun, for instance: torchrun --nproc-per-node 1 ppo_fsdp_vllm.py ...")
-        main(args)
-    except (ValueError, OSError, FloatingPointError, RuntimeError) as e:
+        code = main(args)
+    except Exception as e:
         if rank:
             time.sleep(2)
-        if not isinstance(e, (ValueError, OSError, FloatingPointError)):
+        if not isinstance(e, (ValueError, OSError, FloatingPointError, checkpoint.RankError)):
             traceback.print_exc()
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(1)  # not sys.exit: destructors of a half-built engine may wait for peers that are gone
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from common.reshard import NamedTensors
 
@@ -44,17 +45,21 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+class RankError(RuntimeError):
+    """Something failed on one or more ranks; raised on all of them."""
+
+
 def on_every_rank(error: BaseException | None, what: str) -> None:
     """Raise on all ranks if one failed, so that none waits in a collective for it. Collective.
 
     Raises:
-        RuntimeError: names the ranks and the first error.
+        RankError: names the ranks and the first error.
     """
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
     failed = {rank: text for rank, text in enumerate(errors) if text is not None}
     if failed:
-        raise RuntimeError(f"{what} failed on rank(s) {sorted(failed)}: {next(iter(failed.values()))}") from error
+        raise RankError(f"{what} failed on rank(s) {sorted(failed)}: {next(iter(failed.values()))}") from error
 
 
 def list_steps(folder: str) -> list[int]:
@@ -76,7 +81,7 @@ def save(folder: str, step: int, state: dict[str, Any], progress: dict[str, Any]
     Returns:
         the checkpoint's folder.
     Raises:
-        RuntimeError: on every rank, when any could not write; earlier checkpoints are untouched.
+        RankError: on every rank, when any could not write; earlier checkpoints are untouched.
     """
     rank, final = dist.get_rank(), step_folder(folder, step)
     partial = final + ".partial"
@@ -92,8 +97,8 @@ def save(folder: str, step: int, state: dict[str, Any], progress: dict[str, Any]
     on_every_rank(error, f"saving {final}")
     try:
         dcp.save(state, checkpoint_id=partial)
-    except Exception as e:  # raised on every rank: torch gathers its own failures
-        raise RuntimeError(f"saving {final} failed: {_reason(e)}") from e
+    except (Exception, CheckpointException) as e:  # on every rank: torch gathers its failures, in a bare BaseException
+        raise RankError(f"saving {final} failed: {_reason(e)}") from e
     try:
         torch.save(rng_state(), os.path.join(partial, f"rank_{rank}.pt"))
         if rank == 0:
@@ -104,15 +109,23 @@ def save(folder: str, step: int, state: dict[str, Any], progress: dict[str, Any]
     on_every_rank(error, f"saving {final}")
     if rank == 0:
         try:
-            shutil.rmtree(final, ignore_errors=True)
+            if os.path.exists(final):
+                _remove(final)
             os.rename(partial, final)
             for old in list_steps(folder)[:-keep] if keep else []:
                 if old != protect:
-                    shutil.rmtree(step_folder(folder, old))
+                    _remove(step_folder(folder, old))
         except OSError as e:
             error = e
     on_every_rank(error, f"saving {final}")
     return final
+
+
+def _remove(path: str) -> None:
+    """Renamed first, so that a removal that is cut short leaves nothing that looks complete."""
+    aside = path + ".removed.partial"
+    os.rename(path, aside)
+    shutil.rmtree(aside)
 
 
 def _reason(error: BaseException) -> str:
@@ -122,18 +135,38 @@ def _reason(error: BaseException) -> str:
     return f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else cause}"
 
 
+def note_best(folder: str, best: dict[str, Any]) -> None:
+    """Write folder/best.json, which names the step and accuracy of the checkpoint that is never removed. Rank 0 writes."""
+    if dist.get_rank() == 0:
+        with open(os.path.join(folder, "best.json.partial"), "w") as f:
+            json.dump(best, f)
+        os.replace(f.name, os.path.join(folder, "best.json"))
+
+
 def load(path: str, state: dict[str, Any]) -> dict[str, Any]:
     """Read a checkpoint into `state` in place and restore this rank's generators. Collective.
 
     Returns:
         the saved `progress`. With another world size than at saving, generators of missing ranks are left as they are.
+    Raises:
+        RankError: on every rank, when any could not read its part, or the checkpoint is of other tensors.
     """
-    dcp.load(state, checkpoint_id=path)
-    mine = os.path.join(path, f"rank_{dist.get_rank()}.pt")
-    if os.path.exists(mine):
-        set_rng_state(torch.load(mine, weights_only=False))
-    with open(os.path.join(path, "progress.json")) as f:
-        return json.load(f)
+    error: BaseException | None = None
+    progress: dict[str, Any] = {}
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except (Exception, CheckpointException) as e:
+        raise RuntimeError(f"loading {path} failed: {_reason(e)}") from e
+    try:
+        mine = os.path.join(path, f"rank_{dist.get_rank()}.pt")
+        if os.path.exists(mine):
+            set_rng_state(torch.load(mine, weights_only=False))
+        with open(os.path.join(path, "progress.json")) as f:
+            progress = json.load(f)
+    except Exception as e:
+        error = e
+    on_every_rank(error, f"loading {path}")
+    return progress
 
 
 def export_hf(folder: str, buckets: Iterable[NamedTensors], config: Any, tokenizer: Any, generation_config: Any,
@@ -142,7 +175,7 @@ def export_hf(folder: str, buckets: Iterable[NamedTensors], config: Any, tokeniz
     tensors (`shard_bytes`) in host memory at a time. Written aside and renamed, like a checkpoint.
 
     Raises:
-        RuntimeError: on every rank, when rank 0 could not write.
+        RankError: on every rank, when rank 0 could not write.
     """
     error: BaseException | None = None
     rank, partial = dist.get_rank(), folder.rstrip("/") + ".partial"

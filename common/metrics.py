@@ -5,13 +5,16 @@ Callers: the scripts. Names are slash-separated (`actor/clipfrac`); docs/ explai
 
 import json
 import os
+import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import torch
+import torch.distributed as dist
+
+PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense, from the vendor's datasheets
 
 
 class MetricsLog:
@@ -71,7 +74,8 @@ class Phases:
     """Seconds of each named phase of a step. The device is synchronised at both ends, so work counts where it runs."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.seconds = device, {}
+        self.device = device
+        self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -97,11 +101,41 @@ class Phases:
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
     """GiB on this rank: the training allocator's peak since the last call, what is in use on the whole device (the
-    engine's own pools included), and the process's resident host memory."""
-    out = {"memory/host_GiB": psutil.Process().memory_info().rss / 2**30}
+    engine's own pools included), and the process's largest resident host memory so far."""
+    out = {"memory/host_peak_GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         out["memory/device_used_GiB"] = (total - free) / 2**30
         out["memory/device_peak_GiB"] = torch.cuda.max_memory_allocated(device) / 2**30
         torch.cuda.reset_peak_memory_stats(device)
     return out
+
+
+def peak_flops() -> float | None:
+    """Dense bf16 FLOP/s of this GPU, where it is known."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((flops for key, flops in PEAK_BF16_FLOPS.items() if key in name), None)
+
+
+@contextmanager
+def profiled(tool: str, folder: str, step: int) -> Iterator[None]:
+    """Profile what runs inside; each rank writes folder/step_N_rank_R.
+
+    Args:
+        tool: "off"; "torch" for a Chrome trace with the phases' names (.json.gz); "torch_memory" for a snapshot of the CUDA
+            allocator's history (.pickle, for pytorch.org/memory_viz), nothing on a CPU.
+    """
+    path = os.path.join(folder, f"step_{step:06d}_rank_{dist.get_rank()}") if tool != "off" else ""
+    if tool == "torch":
+        os.makedirs(folder, exist_ok=True)
+        with torch.profiler.profile() as profiler:
+            yield
+        profiler.export_chrome_trace(path + ".json.gz")
+    elif tool == "torch_memory" and torch.cuda.is_available():
+        os.makedirs(folder, exist_ok=True)
+        torch.cuda.memory._record_memory_history()
+        yield
+        torch.cuda.memory._dump_snapshot(path + ".pickle")
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        yield

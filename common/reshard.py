@@ -57,9 +57,9 @@ def fsdp_buckets(
 def _gather(bucket: NamedTensors, dtype: torch.dtype, device: torch.device) -> NamedTensors:
     """One all-gather for a bucket. torch.chunk's layout: rank r holds rows [r·c, (r+1)·c) with c = ceil(rows / shards),
     the last ranks fewer or none; each shard is padded to c rows so that all contribute the same number of bytes."""
-    group = _shard_group(bucket[0][1])
+    group = shard_group(bucket[0][1])
     shards = 1 if group is None else dist.get_world_size(group)
-    if any(_shard_group(weight) is not group for _, weight in bucket):
+    if any(shard_group(weight) is not group for _, weight in bucket):
         raise ValueError("a bucket mixes weights of different FSDP meshes; gather each model by itself")
     rows = [-(-weight.shape[0] // shards) if weight.dim() else 1 for _, weight in bucket]
     counts = [r * prod(weight.shape[1:]) for r, (_, weight) in zip(rows, bucket, strict=True)]
@@ -79,7 +79,7 @@ def _gather(bucket: NamedTensors, dtype: torch.dtype, device: torch.device) -> N
     return out
 
 
-def _shard_group(weight: Tensor) -> dist.ProcessGroup | None:
+def shard_group(weight: Tensor) -> dist.ProcessGroup | None:
     """The process group over which a weight is sharded; None where every rank has all of it."""
     if not isinstance(weight, DTensor):
         return None

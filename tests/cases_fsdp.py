@@ -104,7 +104,7 @@ def case_packed_equals_single_sequences():
         with torch.no_grad():
             expected = reference_logprobs(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), batch, temperature)
         for budget in (40, 64, 1000):
-            got = forward_only(lambda micro: model(micro)[0], batch, [plan_of(batch, budget)])
+            got = forward_only(model, batch, [plan_of(batch, budget)])
             close(got, expected)
 
 
@@ -118,7 +118,7 @@ def training_tokens(batch: Batch) -> dict[str, torch.Tensor]:
     return {
         "rollout_logprobs": batch.rollout_logprobs, "old_logprobs": batch.rollout_logprobs + 0.1 * torch.randn(size, generator=g),
         "ref_logprobs": batch.rollout_logprobs - 0.1, "values": values, "returns": returns, "advantages": whiten(advantages),
-    } | minibatch_weights(batch, everything, "seq-mean-token-mean")
+    } | minibatch_weights(batch, everything, "seq-mean-token-mean", False)
 
 
 class NoStep(torch.optim.SGD):
@@ -199,7 +199,7 @@ def case_first_update_has_ratio_one():
     plan = plan_of(batch, 64)
     tokens = training_tokens(batch)
     del tokens["ref_logprobs"]
-    tokens["old_logprobs"] = forward_only(lambda micro: model(micro)[0], batch, [plan])
+    tokens["old_logprobs"] = forward_only(model, batch, [plan])
     result = update(model, torch.optim.SGD(model.parameters(), lr=1.0), 1.0, batch, plan, functools.partial(actor_loss, model, tokens, args))
     assert result["approx_kl"] == 0.0 and result["clipfrac"] == 0.0, result
     after = update(model, torch.optim.SGD(model.parameters(), lr=1.0), 1.0, batch, plan, functools.partial(actor_loss, model, tokens, args))
