@@ -430,7 +430,7 @@ class Critic(nn.Module):
     def forward(self, micro: "Micro") -> Tensor:
         """[R] fp32."""
         hidden = self.lm.get_decoder()(**micro.inputs).last_hidden_state[0]
-        return self.head(hidden[micro.predict].to(self.head.weight.dtype)).squeeze(-1).float()
+        return self.head(hidden[micro.predict].to(self.head.weight.dtype)).float().sum(-1)  # drops the dim of 1, without a view
 
 
 @contextmanager
@@ -535,13 +535,17 @@ def read_weights(model: "Policy | Critic", folder: str) -> None:
     """Fill the shards of `model.lm` from the safetensors of a folder. Tied weights are one parameter, read once.
 
     Raises:
-        ValueError: a parameter is in no file of the folder.
+        ValueError: a parameter is in no file of the folder, or the folder holds more than the model.
     """
     wanted = dict(named_weights(model.lm))
     reader = HuggingFaceStorageReader(folder)
-    missing = sorted(wanted.keys() - reader.read_metadata().state_dict_metadata.keys())
+    stored = reader.read_metadata().state_dict_metadata.keys()
+    known = dict(named_weights(model.lm, aliases=True)).keys() | dict(model.lm.named_buffers()).keys()
+    missing, extra = sorted(wanted.keys() - stored), sorted(name for name in stored - known if "rotary" not in name)
     if missing:
         raise ValueError(f"the safetensors in {folder} lack {len(missing)} of the model's tensors, such as {missing[0]!r}")
+    if extra and isinstance(model, Policy):  # a critic leaves the language-model head unread
+        raise ValueError(f"the safetensors in {folder} hold tensors that {type(model.lm).__name__} has no place for, such as {extra[0]!r}")
     dcp.load(wanted, storage_reader=reader)
 
 
@@ -574,9 +578,9 @@ def read_config(folder: str, trust_remote_code: bool) -> tuple[PretrainedConfig,
     if "config.json" not in names:
         raise FileNotFoundError(f"{folder} has no config.json: it is not a Hugging Face model")
     if not any(name.endswith(".safetensors") for name in names):
-        raise FileNotFoundError(f"{folder} has no safetensors; convert it with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)")
+        raise FileNotFoundError(f"{folder} has no safetensors: load it with AutoModelForCausalLM and save it again with save_pretrained")
     if not any(name.startswith("tokenizer") for name in names):
-        raise FileNotFoundError(f"{folder} has no tokenizer; save one there with AutoTokenizer.from_pretrained(...).save_pretrained(...)")
+        raise FileNotFoundError(f"{folder} has no tokenizer: save one there with AutoTokenizer.from_pretrained(...).save_pretrained")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return config, AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
@@ -1047,7 +1051,7 @@ def check_sync(rollout: Rollout, actor: Policy, prompts: list[Prompt], args: Arg
     difference = (forward_only(actor, batch, [plan]) - batch.rollout_logprobs).abs().mean().item()
     limit = 1e-4 if args.rollout.dtype == args.fsdp.param_dtype == "float32" else 0.05
     if not difference <= limit:
-        raise RuntimeError(f"after a sync by {rollout.push_mode} engine and trainer differ by {difference:.2e} nats a token (limit {limit})")
+        raise RuntimeError(f"after a sync by {rollout.push_mode} engine and trainer differ by {difference:.1e} nats a token, above {limit}")
     return {"rollout/sync_logprob_diff": difference}
 
 
@@ -1100,24 +1104,23 @@ class StopSignal:
 
     def time_for(self, seconds: float, grace: float) -> bool:
         """All ranks still have `seconds` of their grace. Collective."""
-        enough = torch.tensor([time.monotonic() - self.since + seconds < grace], dtype=torch.int32)
+        enough = torch.tensor([time.monotonic() - (self.since or 0.0) + seconds < grace], dtype=torch.int32)
         dist.all_reduce(enough, op=dist.ReduceOp.MIN)
         return bool(enough.item())
 
 
-def lock_output(folder: str) -> Any:
-    """Hold `folder` for this run, by an open file that the caller keeps. Rank 0 only.
+def lock_output(folder: str) -> None:
+    """Hold `folder` for this run, until the process ends. Rank 0 only.
 
     Raises:
         ValueError: another run is writing there.
     """
     os.makedirs(folder, exist_ok=True)
-    lock = open(os.path.join(folder, ".lock"), "w")
+    descriptor = os.open(os.path.join(folder, ".lock"), os.O_CREAT | os.O_WRONLY)  # an open number: never closed by us
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
         raise ValueError(f"another run is writing into {folder}: give this one another --out") from e
-    return lock
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1146,18 +1149,20 @@ def main(args: Args) -> int:
     load = functools.partial(load_prompts, tokenizer=tokenizer, max_length=args.data.max_prompt_length, overlong=args.data.overlong)
     train_prompts, dropped = ([], 0) if args.replay else load(args.data.train)
     val_prompts = load(args.data.val, limit=args.val.limit)[0] if args.data.val and not args.replay else []
-    sampler = None if args.replay else Sampler(len(train_prompts), args.batch.prompts, args.seed, args.data.shuffle)
+    sampler: Any = None if args.replay else Sampler(len(train_prompts), args.batch.prompts, args.seed, args.data.shuffle)
     kept = os.path.join(args.replay or args.out, "" if args.replay else "rollouts", "step_{:06d}.parquet")
     checkpoints = os.path.join(args.out, "checkpoints")
-    saved = checkpoint.list_steps(checkpoints) if args.save.resume else []
+    saved = checkpoint.list_steps(checkpoints)
+    if saved and not args.save.resume:
+        raise ValueError(f"--save.no-resume, but {checkpoints} holds checkpoints of another run: give this one another --out")
     first_step = saved[-1] + 1 if saved else 1
     for step in range(first_step, args.steps + 1) if args.replay else ():
         if not os.path.exists(kept.format(step)):
             raise FileNotFoundError(f"--replay: there is no {kept.format(step)}; lower --steps to {step - 1} or keep more rollouts")
-    lock, error = None, None
+    error: Exception | None = None
     if rank == 0:
         try:
-            lock = lock_output(args.out)
+            lock_output(args.out)
             with open(os.path.join(args.out, "args.json"), "w") as f:
                 json.dump(dataclasses.asdict(args), f, indent=2)
         except (ValueError, OSError) as e:
@@ -1167,11 +1172,12 @@ def main(args: Args) -> int:
         console("warning: --rollout.top-p or top-k truncates the sampled distribution; policy ratios will be biased")
 
     # --- the engine first: it measures free memory when it is built
-    rollout, pool = None, None
+    rollout: Any = None
+    pool = None
     if not args.replay:
-        owner, error = rank % args.rollout.tensor_parallel_size == 0, None
         try:
-            pool = RewardPool(args.reward.fn, args.reward.workers, args.reward.timeout) if owner else None
+            if rank % args.rollout.tensor_parallel_size == 0:  # the rank that speaks for an engine scores its answers
+                pool = RewardPool(args.reward.fn, args.reward.workers, args.reward.timeout)
         except ValueError as e:
             error = e
         checkpoint.on_every_rank(error, "starting the reward workers")
@@ -1189,8 +1195,9 @@ def main(args: Args) -> int:
         on_device[name] = Parked(tensors) if wanted else nullcontext()
 
     if not args.rollout_only:
-        for name, kind, path, optim in (("actor", "policy", folder, args.actor), ("critic", "critic", critic_folder, args.critic)):
-            models[name] = build_model(kind, path, args, mesh, optim)
+        models["actor"] = build_model("policy", folder, args, mesh, args.actor)
+        models["critic"] = build_model("critic", critic_folder, args, mesh, args.critic)
+        for name, optim in (("actor", args.actor), ("critic", args.critic)):
             optimizers[name] = make_optimizer(models[name], optim)
             park(name, "params" in optim.offload, functools.partial(parameter_tensors, models[name]))
             park(f"{name}_optimizer", "optimizer" in optim.offload, functools.partial(optimizer_tensors, optimizers[name]))
@@ -1198,7 +1205,7 @@ def main(args: Args) -> int:
             models["reference"] = build_model("policy", folder, args, mesh, None)
             park("reference", args.kl.offload, functools.partial(parameter_tensors, models["reference"]))
     kl = AdaptiveKL(args.kl.coef, args.kl.target or 1.0, args.kl.horizon)
-    best = {"step": -1, "accuracy": -1.0}
+    best: dict[str, Any] = {"step": -1, "accuracy": -1.0}
 
     def state() -> dict[str, Any]:
         """What a checkpoint holds beside small numbers; all of it on the device."""
@@ -1217,7 +1224,7 @@ def main(args: Args) -> int:
 
     def save(step: int, sampler_state: dict[str, int] | None) -> None:
         with everything_on_device():
-            progress = {"sampler": sampler_state, "kl_coef": kl.coef, "best": best}
+            progress = {"sampler": sampler_state, "kl_coef": kl.coef}
             checkpoint.save(checkpoints, step, state(), progress, args.save.keep, best["step"])
 
     if saved and not args.rollout_only:
@@ -1228,7 +1235,7 @@ def main(args: Args) -> int:
                 set_state_dict(models[name], optimizer, model_state_dict=loaded[name], optim_state_dict=loaded[f"{name}_optimizer"])
         if sampler is not None:
             sampler.load_state_dict(progress["sampler"])
-        kl.coef, best = progress["kl_coef"], progress["best"]
+        kl.coef, best = progress["kl_coef"], checkpoint.read_best(checkpoints) or best
         console(f"resumed from step {saved[-1]} in {checkpoints}")
     log = MetricsLog(args.out, rank == 0, args.log.tensorboard, args.log.wandb_project, dataclasses.asdict(args), first_step - 1)
     phase = Phases(device)
@@ -1248,9 +1255,9 @@ def main(args: Args) -> int:
             f"{len(val_prompts)} held out")
     if first_step == 1 and args.val.before_train and val_prompts:
         with phase("validate"):
-            metrics = validate(rollout, pool, tokenizer, val_prompts, args, 0)
-        log.log(0, metrics)
-        console(f"step 0/{args.steps} | held-out {metrics['val/greedy']:.3f} before training")
+            before = validate(rollout, pool, tokenizer, val_prompts, args, 0)
+        log.log(0, before)
+        console(f"step 0/{args.steps} | held-out {before['val/greedy']:.3f} before training")
 
     stop = StopSignal()
     done, sampler_state = first_step - 1, sampler.state_dict() if sampler else None  # what is true of the weights just now
@@ -1258,7 +1265,8 @@ def main(args: Args) -> int:
     try:
         for step in range(first_step, args.steps + 1):
             stop.check()
-            with profiled(args.profile.tool if step in args.profile.steps else "off", args.profile.save_path or f"{args.out}/profile", step):
+            tool = args.profile.tool if step in args.profile.steps else "off"
+            with profiled(tool, args.profile.save_path or os.path.join(args.out, "profile"), step):
                 start = time.perf_counter()
                 phase.take()
                 metrics: dict[str, float] = {}
@@ -1290,7 +1298,7 @@ def main(args: Args) -> int:
                     if rank == 0:
                         keep_rollouts(kept.format(step), prompts, batch, tokenizer, scores, tokens)
                     log.log(step, metrics | phase.take())
-                    console(f"step {step}/{args.steps} | reward {metrics['reward/mean']:.3f} | length {metrics['length/response_mean']:.1f}")
+                    console(f"step {step}/{args.steps} | reward {metrics['reward/mean']:.3f}")
                     continue
 
                 # --- the schedule: every epoch's mini-batches, packed and balanced over ranks; the same on every rank
@@ -1383,14 +1391,14 @@ def main(args: Args) -> int:
         worth = args.save.every > 0 and done > 0 and done not in checkpoint.list_steps(checkpoints) and bool(models)
         if worth and stop.time_for(2 * save_seconds + 1, args.save.grace):
             save(done, sampler_state)
-        console(f"stopped by a signal after step {done}; newest checkpoint: {(checkpoint.list_steps(checkpoints) or ['none'])[-1]}")
+        console(f"stopped by a signal after step {done}; complete checkpoints: {checkpoint.list_steps(checkpoints) or 'none'}")
         code = EXIT_STOPPED
     else:
         code = 0
         if args.save.hf and models:
             with on_device["actor"]:
-                buckets = fsdp_buckets(named_weights(models["actor"].lm), DTYPES[args.rollout.dtype], args.rollout.bucket_mb * 2**20, device)
-                config.dtype = DTYPES[args.rollout.dtype]
+                dtype = config.dtype = DTYPES[args.rollout.dtype]
+                buckets = fsdp_buckets(named_weights(models["actor"].lm), dtype, args.rollout.bucket_mb * 2**20, device)
                 checkpoint.export_hf(os.path.join(args.out, "hf"), buckets, config, tokenizer, GenerationConfig.from_model_config(config))
     log.close()
     if pool is not None:
@@ -1409,12 +1417,13 @@ def cli(default: Args | None = None) -> None:
     comes once, from rank 0, before torchrun ends the rest."""
     rank = int(os.environ.get("RANK", "0"))
     try:
-        args = tyro.cli(Args, default=default) if default is not None else tyro.cli(Args)
+        args = tyro.cli(Args, default=default if default is not None else tyro.MISSING, console_outputs=rank == 0)
         if "RANK" not in os.environ:
             raise ValueError("start this script with torchrun, for instance: torchrun --nproc-per-node 1 ppo_fsdp_vllm.py ...")
         code = main(args)
     except Exception as e:
         if rank:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, once rank 0 has spoken and ended
             time.sleep(2)
         if not isinstance(e, (ValueError, OSError, FloatingPointError, checkpoint.RankError)):
             traceback.print_exc()

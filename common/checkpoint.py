@@ -56,7 +56,7 @@ def on_every_rank(error: BaseException | None, what: str) -> None:
         RankError: names the ranks and the first error.
     """
     errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
+    dist.all_gather_object(errors, None if error is None else _reason(error))
     failed = {rank: text for rank, text in enumerate(errors) if text is not None}
     if failed:
         raise RankError(f"{what} failed on rank(s) {sorted(failed)}: {next(iter(failed.values()))}") from error
@@ -112,7 +112,8 @@ def save(folder: str, step: int, state: dict[str, Any], progress: dict[str, Any]
             if os.path.exists(final):
                 _remove(final)
             os.rename(partial, final)
-            for old in list_steps(folder)[:-keep] if keep else []:
+            done = [s for s in list_steps(folder) if s <= step]  # later ones are another run's
+            for old in done[:-keep] if keep else []:
                 if old != protect:
                     _remove(step_folder(folder, old))
         except OSError as e:
@@ -129,7 +130,7 @@ def _remove(path: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first underlying failure of a CheckpointException, in one line."""
+    """An error in one line; of a CheckpointException the first failure beneath it."""
     failures = getattr(error, "failures", None)
     cause = next(iter(failures.values()))[0] if failures else error
     return f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else cause}"
@@ -141,6 +142,16 @@ def note_best(folder: str, best: dict[str, Any]) -> None:
         with open(os.path.join(folder, "best.json.partial"), "w") as f:
             json.dump(best, f)
         os.replace(f.name, os.path.join(folder, "best.json"))
+
+
+def read_best(folder: str) -> dict[str, Any] | None:
+    """What `note_best` wrote, if that checkpoint is still there."""
+    path = os.path.join(folder, "best.json")
+    if not os.path.exists(path):
+        return None
+    with open(path) as f:
+        best = json.load(f)
+    return best if best["step"] in list_steps(folder) else None
 
 
 def load(path: str, state: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +167,7 @@ def load(path: str, state: dict[str, Any]) -> dict[str, Any]:
     try:
         dcp.load(state, checkpoint_id=path)
     except (Exception, CheckpointException) as e:
-        raise RuntimeError(f"loading {path} failed: {_reason(e)}") from e
+        raise RankError(f"loading {path} failed: {_reason(e)}") from e
     try:
         mine = os.path.join(path, f"rank_{dist.get_rank()}.pt")
         if os.path.exists(mine):

@@ -60,7 +60,7 @@ def _chunk_backward(
     logp = logits.sub_(logsumexp[:, None])
     grad = logp.exp()
     # d logprob / d logits = onehot(target) - p;  d entropy / d logits = -p * (logp + entropy)
-    if entropy is None:
+    if entropy is None or grad_entropy is None:
         grad.mul_(-grad_logprob[:, None])
     else:
         logp.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprob[:, None])
@@ -110,19 +110,19 @@ class _LinearLogprob(torch.autograd.Function):
                 logsumexp[chunk],
                 entropy[chunk] if entropy is not None else None,
                 grad_logprob[chunk],
-                grad_entropy[chunk] if entropy is not None else None,
+                grad_entropy[chunk] if grad_entropy is not None else None,
                 ctx.options,
             )
-            if needs_bias:
+            if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(weight.dtype)  # the matmuls run in the dtype that autograd's would
-            if needs_hidden:
+            if grad_hidden is not None:
                 grad_hidden[chunk] = grad @ weight
-            if needs_weight:
+            if grad_weight is not None:
                 grad_weight += grad.T @ hidden[chunk]
             del grad  # as in forward
-        grad_weight = grad_weight.to(weight.dtype) if needs_weight else None
-        grad_bias = grad_bias.to(bias.dtype) if needs_bias else None
+        grad_weight = grad_weight.to(weight.dtype) if grad_weight is not None else None
+        grad_bias = grad_bias.to(bias.dtype) if bias is not None and grad_bias is not None else None
         return grad_hidden, grad_weight, grad_bias, None, None
 
 

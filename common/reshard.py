@@ -113,11 +113,13 @@ def push_to_vllm(llm: Any, buckets: Iterable[NamedTensors], mode: str) -> int:
     Returns:
         bytes of full tensors pushed.
     Raises:
-        RuntimeError: the engine has parameters that no pushed tensor reached.
+        RuntimeError: the engine has parameters, or parts of fused ones, that no pushed tensor reached.
     """
     model = vllm_worker(llm).model_runner.get_model()
     wanted = {name for name, _ in model.named_parameters()}
-    original, loaded, nbytes = model.load_weights, set(), 0
+    original, nbytes = model.load_weights, 0
+    loaded: set[str] = set()
+    sent: set[str] = set()
 
     def load(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         names = original(weights)
@@ -128,6 +130,7 @@ def push_to_vllm(llm: Any, buckets: Iterable[NamedTensors], mode: str) -> int:
         nonlocal nbytes
         for bucket in buckets:
             nbytes += sum(t.nbytes for _, t in bucket)
+            sent.update(name for name, _ in bucket)
             yield from bucket
 
     if mode == "load_weights":
@@ -138,7 +141,12 @@ def push_to_vllm(llm: Any, buckets: Iterable[NamedTensors], mode: str) -> int:
             llm.collective_rpc("reload_weights", kwargs={"weights_iterator": flat()})
         finally:
             del model.load_weights
-    if wanted - loaded:
-        raise RuntimeError(f"weight sync left these engine parameters as they were: {sorted(wanted - loaded)}")
+    missing = wanted - loaded
+    for fused, parts in getattr(model, "packed_modules_mapping", {}).items():  # q, k and v are one parameter to vLLM
+        for name in wanted - sent:
+            if f".{fused}." in name:
+                missing |= {name.replace(f".{fused}.", f".{part}.") for part in parts} - sent
+    if missing:
+        raise RuntimeError(f"weight sync did not bring these to the engine: {sorted(missing)}")
     llm.reset_prefix_cache()
     return nbytes

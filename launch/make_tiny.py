@@ -75,11 +75,9 @@ def split_questions() -> tuple[list, list]:
     """Train and test questions (a, b). A pair goes whole, in both orders, to one split, the same for every seed."""
     pairs = [(a, b) for a in OPERANDS for b in OPERANDS if a <= b]
     held_out = set(random.Random(0).sample(pairs, HELD_OUT_PAIRS))
-    train, test = [], []
-    for a in OPERANDS:
-        for b in OPERANDS:
-            (test if (min(a, b), max(a, b)) in held_out else train).append((a, b))
-    return train, test
+    questions = [(a, b) for a in OPERANDS for b in OPERANDS]
+    test = [(a, b) for a, b in questions if (a, b) in held_out or (b, a) in held_out]
+    return sorted(set(questions) - set(test)), test
 
 
 def write_split(path: Path, split: str, questions: list) -> None:

@@ -50,10 +50,10 @@ def spread(rows: list[Row], count: int) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """The first training step, the last, and some between: validated ones where there are, as they say most."""
+    """The first training step, the last, and some between: validated ones where there are enough, as they say most."""
     trained = [row for row in rows if "reward/mean" in row]
     validated = [row for row in rows if "val/greedy" in row]
-    shown = spread(validated if len(validated) > 2 else rows, 9) + trained[:1] + rows[-1:]
+    shown = spread(validated if len(validated) >= 5 else rows, 9) + trained[:1] + rows[-1:]
     lines = ["".join(f"{heading:>11}" for heading in COLUMNS)]
     for row in sorted({row["step"]: row for row in shown}.values(), key=lambda row: row["step"]):
         lines.append("".join(f"{format(row[key], form) if key in row else '-':>11}" for key, form in COLUMNS.values()))
@@ -90,6 +90,7 @@ def draw(runs: dict[str, list[Row]], out: Path) -> None:
                 panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center", color="gray")
         for panel in axes[1]:
             panel.set_xlabel("step")
+            panel.xaxis.get_major_locator().set_params(integer=True)
         axes[0, 1].set_ylim(0, 1.02)
         if len(runs) > 1:
             axes[0, 0].legend(frameon=False)

@@ -8,7 +8,7 @@ export PATH=$PWD/.venv/bin:$PATH OMP_NUM_THREADS=1
 failed=0
 ruff check . || failed=1
 mypy || failed=1
-# pytest's --timeout (pyproject.toml) ends one test; this ends a hang that it cannot, in a child process or at exit.
+# `timeout` in pyproject.toml ends one test; this ends a hang that it cannot, as at exit. In the foreground, so that ^C reaches pytest.
 # pytest comes last, so that the last line is its count of tests.
-timeout --kill-after 30 1800 python -m pytest -q "$@" || failed=1
+timeout --foreground --kill-after 30 1800 python -m pytest -q "$@" || failed=1
 exit $failed

@@ -1,5 +1,7 @@
 """launch/make_tiny.py: what the quickstart's data and model promise, without the long warm start."""
 import json
+import random
+from collections import Counter
 
 import pyarrow.parquet as pq
 import pytest
@@ -39,21 +41,37 @@ def test_held_out_operands_are_never_trained_on(untrained):
     assert len(train) + len(test) == len(make_tiny.OPERANDS) ** 2
     assert not train & test
     assert not train & {(b, a) for a, b in test}
-    held_out, validation, rest = map(set, make_tiny.split_pairs())
-    assert not held_out & validation and not held_out & rest and not validation & rest
-    assert set(make_tiny.both_orders(held_out)) == test
+    assert tuple(map(set, make_tiny.split_questions())) == (train, test)
 
 
-def test_the_warm_start_sees_only_its_own_operands(monkeypatch):
-    """The questions that reach the optimizer, read back from their ids, hold no test and no validation pair."""
-    tokenizer, seen = make_tiny.build_tokenizer(), []
-    encode = make_tiny.encode
-    monkeypatch.setattr(make_tiny, "encode", lambda tokenizer, pairs: seen.append(encode(tokenizer, pairs)) or seen[-1])
-    test, validation, rest = make_tiny.split_pairs()
-    make_tiny.warm_start(make_tiny.build_model(), tokenizer, rest, validation, seed=0, max_steps=1, target=1.0)
-    questions = [tokenizer.decode(ids).removeprefix("<|user|>").split("=")[0] for ids in seen[0][0]]
-    trained = {tuple(sorted(map(int, question.split("+")))) for question in questions}
-    assert trained == set(rest) and not trained & set(test) and not trained & set(validation)
+def test_the_warm_start_sees_no_held_out_operands(monkeypatch):
+    """The demonstrations that reach the optimizer, read back from their ids."""
+    seen, encode = [], make_tiny.encode
+
+    def spy(*args):
+        seen.append(encode(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(make_tiny, "encode", spy)
+    tokenizer = make_tiny.build_tokenizer()
+    train, test = make_tiny.split_questions()
+    monkeypatch.setattr(make_tiny, "BATCH", 2)
+    make_tiny.warm_start(make_tiny.build_model(num_hidden_layers=1), tokenizer, train, seed=0, steps=100)
+    (ids, _), = seen
+    questions = [tokenizer.decode(row).removeprefix("<|user|>").split("=")[0] for row in ids]
+    asked = [tuple(map(int, question.split("+"))) for question in questions]
+    assert len(asked) == 200 and set(asked) <= set(train)
+    assert not {(b, a) for a, b in asked} & set(test)
+
+
+def test_demonstrator_only_ever_forgets_carries():
+    rng = random.Random(0)
+    assert all(make_tiny.demonstrate(a, b, rng) == str(a + b) for a, b in [(12, 34), (50, 49), (10, 10)])
+    answers = Counter(make_tiny.demonstrate(67, 85, rng) for _ in range(4000))
+    carries = make_tiny.CARRIES
+    assert set(answers) == {"152", "142", "52", "42"}
+    assert answers["152"] / 4000 == pytest.approx(carries**2, abs=0.02)
+    assert answers["42"] / 4000 == pytest.approx((1 - carries) ** 2, abs=0.03)
 
 
 def test_tokenizer_round_trip_and_template(untrained):
@@ -87,22 +105,23 @@ def test_variants():
     assert model.lm_head.weight is not model.model.embed_tokens.weight and len(model.model.layers) == 3
 
 
-def test_exact_match_agrees_with_generation():
+def test_exact_match_agrees_with_generation(monkeypatch):
     """exact_match never generates; here generate does, from a model trained just enough to be right now and then."""
+    monkeypatch.setattr(make_tiny, "CARRIES", 1.0)
     tokenizer, model = make_tiny.build_tokenizer(), make_tiny.build_model(seed=0)
-    torch.set_num_threads(1)
-    pairs = [(a, b) for a in range(10, 14) for b in range(a, 14)]
-    make_tiny.warm_start(model, tokenizer, pairs, pairs, seed=0, max_steps=40, target=0.3)
-    ids, is_answer = make_tiny.encode(tokenizer, pairs)
-    greedy, sampled = make_tiny.exact_match(model, ids, is_answer)
-    answers = model.generate(ids[:, :8], max_new_tokens=4, do_sample=False)[:, 8:]
-    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    right = [text == str(a + b) for text, (a, b) in zip(texts, make_tiny.both_orders(pairs), strict=True)]
-    assert greedy == pytest.approx(sum(right) / len(right)) and 0 < greedy <= 1
-    draws = model.generate(ids[:, :8].repeat(64, 1), max_new_tokens=4, do_sample=True, top_k=0, top_p=1.0)[:, 8:]
-    truth = [str(a + b) for a, b in make_tiny.both_orders(pairs)] * 64
-    drawn = [text == answer for text, answer in zip(tokenizer.batch_decode(draws, skip_special_tokens=True), truth, strict=True)]
-    assert sampled == pytest.approx(sum(drawn) / len(drawn), abs=0.06)
+    questions = [(a, b) for a in range(10, 14) for b in range(10, 14)]
+    answers = [str(a + b) for a, b in questions]
+    make_tiny.warm_start(model, tokenizer, questions, seed=0, steps=25)
+    greedy, sampled = make_tiny.exact_match(model, *make_tiny.encode(tokenizer, questions, answers))
+    prompts = make_tiny.encode(tokenizer, questions, answers)[0][:, :8]
+
+    def share_right(copies, **sampling):
+        ids = model.generate(prompts.repeat(copies, 1), max_new_tokens=4, **sampling)[:, 8:]
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return sum(text == answer for text, answer in zip(texts, answers * copies, strict=True)) / len(texts)
+
+    assert 0 < greedy < 1 and share_right(1, do_sample=False) == pytest.approx(greedy)
+    assert share_right(100, do_sample=True, top_k=0, top_p=1.0) == pytest.approx(sampled, abs=0.05)
 
 
 def test_second_call_keeps_a_complete_folder(untrained, capsys):

@@ -39,10 +39,10 @@ def torchrun(world_size: int, *command: str, timeout: float = 300, **environment
 
 
 @functools.cache
-def run_cases(module: str, world_size: int, timeout: float = 300) -> dict[str, str]:
+def run_cases(module: str, world_size: int, timeout: float = 300, **environment: str) -> dict[str, str]:
     """{case: "" or the failing ranks' tracebacks}; a case that never ran because the process died says so."""
     with tempfile.TemporaryDirectory() as folder:
-        done = torchrun(world_size, str(Path(__file__)), module, folder, timeout=timeout)
+        done = torchrun(world_size, str(Path(__file__)), module, folder, timeout=timeout, **environment)
         results: dict[str, str] = {}
         for rank in range(world_size):
             path = Path(folder, f"{rank}.json")
@@ -61,7 +61,8 @@ def case_names(module: str) -> list[str]:
 
 def main(module: str, folder: str) -> None:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    import launch.cpu_engines  # noqa: F401  before torch and vLLM
+    if module != "cases_cuda":
+        import launch.cpu_engines  # noqa: F401  before torch and vLLM
 
     cases = importlib.import_module(module)
     rank, results = int(os.environ["RANK"]), {}

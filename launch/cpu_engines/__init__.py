@@ -5,6 +5,7 @@ already set wins.
 """
 
 import os
+import warnings
 
 DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB a rank
@@ -16,3 +17,4 @@ DEFAULTS = {
 }
 for name, value in DEFAULTS.items():
     os.environ.setdefault(name, value)
+warnings.filterwarnings("ignore", category=FutureWarning)  # vLLM's and torch's own, about each other's names
