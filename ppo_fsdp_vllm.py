@@ -1417,7 +1417,8 @@ def cli(default: Args | None = None) -> None:
     comes once, from rank 0, before torchrun ends the rest."""
     rank = int(os.environ.get("RANK", "0"))
     try:
-        args = tyro.cli(Args, default=default if default is not None else tyro.MISSING, console_outputs=rank == 0)
+        parse = functools.partial(tyro.cli, Args, console_outputs=rank == 0)
+        args = parse(default=default) if default is not None else parse()
         if "RANK" not in os.environ:
             raise ValueError("start this script with torchrun, for instance: torchrun --nproc-per-node 1 ppo_fsdp_vllm.py ...")
         code = main(args)

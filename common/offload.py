@@ -8,6 +8,7 @@ Bytes: the host holds one arena of exactly the bytes that it is given, page-lock
 the device gives back all of them but rounding, and transfers run at the speed of PCIe.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
@@ -83,6 +84,8 @@ def _page_locked(size: int, device: torch.device) -> Tensor:
         code = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), size, 0))
         if code:
             raise RuntimeError(f"cannot page-lock {size / 2**30:.1f} GiB of host memory for offloading (CUDA error {code})")
+        # Memory freed while it is registered poisons the next allocation at that address.
+        weakref.finalize(arena, torch.cuda.cudart().cudaHostUnregister, arena.data_ptr())
     return arena
 
 

@@ -38,7 +38,7 @@ if __name__ == "__main__":
         kl=KLArgs(where="loss", coef=0.0, kind="k3"),
         fsdp=FSDPArgs(param_dtype="float32"),
         val=ValArgs(every=10),
-        save=SaveArgs(every=25),
+        save=SaveArgs(every=15),
         log=LogArgs(rollouts=True),
-        steps=50,
+        steps=30,
     ))

@@ -72,6 +72,7 @@ def case_compiled_layers_are_as_near_to_fp32_as_eager():
 def case_offload_is_bit_equal_and_frees_the_device():
     path = folder(False, hidden_size=1024, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=8)
     args = make_args(path)
+    args.fsdp.param_dtype = "bfloat16"
     batch = cuda_batch()
     model = build_model("policy", path, args, mesh(), args.actor)
     optimizer = make_optimizer(model, args.actor)
