@@ -37,7 +37,7 @@ if __name__ == "__main__":
         ppo=PPOArgs(minibatch_size=32),
         kl=KLArgs(where="loss", coef=0.0, kind="k3"),
         fsdp=FSDPArgs(param_dtype="float32"),
-        val=ValArgs(every=10),
+        val=ValArgs(every=5),
         save=SaveArgs(every=15),
         log=LogArgs(rollouts=True),
         steps=30,
