@@ -24,6 +24,7 @@ docs/ppo_fsdp_vllm.md: every equation with its source, every flag group, every m
 import dataclasses
 import fcntl
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -368,6 +369,12 @@ class Args:
             raise ValueError("--save.best needs checkpoints and validation: set --save.every, --val.every and --data.val")
         if 0 < self.ppo.dual_clip <= 1:
             raise ValueError(f"--ppo.dual-clip is {self.ppo.dual_clip}; it must be above 1, or 0 for off")
+        for flag, wanted, package in (
+            ("--log.wandb-project", self.log.wandb_project is not None, "wandb"),
+            ("--fsdp.attention flash_attention_2", self.fsdp.attention == "flash_attention_2", "flash_attn"),
+        ):
+            if wanted and importlib.util.find_spec(package) is None:
+                raise ValueError(f"{flag} needs the package {package}, which is not installed")
         try:
             engine_args = json.loads(self.rollout.engine_args)
         except json.JSONDecodeError as e:

@@ -73,7 +73,7 @@ def _packed_attention(
     window = attention_mask if attention_mask is not None else sliding_window
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
-    if q.is_cuda and softcap is None and s_aux is None:
+    if q.is_cuda and q.dtype != torch.float32 and softcap is None and s_aux is None:
         out = _varlen(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)
     else:
         out = _dense(q, k, v, cu_seq_lens_q, max_length_q, scaling, window, softcap, s_aux)
@@ -103,7 +103,7 @@ def _dense(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scaling: float, window: int | None,
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:
-    """Exact attention over a padded view: the CPU's path, and CUDA's for softcapping and attention sinks.
+    """Exact attention over a padded view: the CPU's path, and CUDA's for fp32, softcapping and attention sinks.
 
     Sequences are padded on the right, so causality alone keeps every real query from the padding.
     """
