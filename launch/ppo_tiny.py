@@ -37,8 +37,8 @@ if __name__ == "__main__":
         ppo=PPOArgs(minibatch_size=32),
         kl=KLArgs(where="loss", coef=0.0, kind="k3"),
         fsdp=FSDPArgs(param_dtype="float32"),
-        val=ValArgs(every=5),
-        save=SaveArgs(every=15),
+        val=ValArgs(every=5, samples=4),
+        save=SaveArgs(every=20),
         log=LogArgs(rollouts=True),
-        steps=30,
+        steps=40,
     ))
