@@ -11,12 +11,11 @@ advantages and the same schedule, and works on its own share; there is no contro
 Left out on purpose: LoRA, reward models on the GPU, multi-turn rollouts, off-policy pipelining, images.
 
 Launch:
-    bash launch/quickstart.sh                                            # a laptop CPU: sets up, makes a tiny model, trains it
-    torchrun --nproc-per-node 1 ppo_fsdp_vllm.py --actor.model Qwen/Qwen2.5-0.5B-Instruct \
-        --data.train gsm8k/train.parquet --data.val gsm8k/test.parquet --out runs/gsm8k                      # 1 GPU
-    torchrun --nproc-per-node 8 ppo_fsdp_vllm.py --rollout.tensor-parallel-size 2 ...                        # 8 GPUs
-    srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d \
-        --rdzv-endpoint $HEAD_NODE:29500 ppo_fsdp_vllm.py ...                                                # slurm
+    bash launch/quickstart.sh                                          # a laptop CPU: sets up, makes a tiny model, trains it
+    torchrun --standalone --nproc-per-node 1 ppo_fsdp_vllm.py --actor.model Qwen/Qwen2.5-0.5B-Instruct \
+        --data.train gsm8k/train.parquet --data.val gsm8k/test.parquet --out runs/gsm8k                     # 1 GPU
+    torchrun --standalone --nproc-per-node 8 ppo_fsdp_vllm.py --rollout.tensor-parallel-size 2 ...          # 8 GPUs
+    sbatch --nodes 2 launch/slurm.sh ppo_fsdp_vllm.py --fsdp.strategy HYBRID_SHARD ...                      # slurm, a task a GPU
 
 docs/ppo_fsdp_vllm.md: every equation with its source, every flag group, every metric with its healthy range.
 """
@@ -847,6 +846,8 @@ class Rollout:
         self.owner = dist.get_rank() % tp == 0  # the engine's first rank speaks for it
         self.llm = make_engine(args, folder, device)
         self.push_mode = vllm_push_mode(self.llm)
+        # Its sleeping pool still counts as allocated in torch's books.
+        self.device_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         self.stop = {"stop_token_ids": eos_ids(folder, config, tokenizer), "max_tokens": args.rollout.max_response_length}
 
     def share(self, items: list[Any]) -> list[Any]:
@@ -1050,13 +1051,13 @@ def check_sync(rollout: Rollout, actor: Policy, prompts: list[Prompt], args: Arg
     """Engine and trainer on the same tokens, right after a sync. Collective.
 
     Raises:
-        RuntimeError: mean |log-prob difference| above what two runs of the precision differ by (fp32: 1e-4; bf16: 0.05, four
-            times what Hugging Face and vLLM were seen to differ by).
+        RuntimeError: mean |log-prob difference| above what two runs of the precision differ by: 1e-4 in fp32 (3e-7 seen), 0.1
+            in bf16 (0.04 seen on a 135M model); a tensor that did not arrive makes it several nats.
     """
     batch = rollout.collect(prompts, rollout.generate(prompts, 0, purpose=2, n=1, temperature=args.rollout.temperature))
     plan = plan_minibatch(batch, list(range(len(prompts))), dist.get_world_size(), args.batch.max_tokens, 1)
     difference = (forward_only(actor, batch, [plan]) - batch.rollout_logprobs).abs().mean().item()
-    limit = 1e-4 if args.rollout.dtype == args.fsdp.param_dtype == "float32" else 0.05
+    limit = 1e-4 if args.rollout.dtype == args.fsdp.param_dtype == "float32" else 0.1
     if not difference <= limit:
         raise RuntimeError(f"after a sync by {rollout.push_mode} engine and trainer differ by {difference:.1e} nats a token, above {limit}")
     return {"rollout/sync_logprob_diff": difference}
@@ -1390,7 +1391,7 @@ def main(args: Args) -> int:
                 if args.log.rollouts and rank == 0:
                     kept_tokens = {name: x for name, x in tokens.items() if not name.endswith("_weights")}
                     keep_rollouts(kept.format(step), prompts, batch, tokenizer, scores, kept_tokens)
-                metrics |= phase.take() | memory_metrics(device)
+                metrics |= phase.take() | memory_metrics(device, rollout.device_bytes if rollout else 0)
                 metrics |= speed_metrics(batch, config, size, args.ppo.epochs, world, metrics, time.perf_counter() - start)
                 log.log(step, metrics)
                 console(console_line(step, args.steps, metrics))

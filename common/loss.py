@@ -194,7 +194,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor | None = No
 
 
 class AdaptiveKL:
-    """KL coefficient steered towards a target KL (Ziegler et al. 2019, arXiv 1909.08593, eq. 2.2).
+    """KL coefficient steered towards a target KL (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
 
     K_beta of the paper is n_steps / horizon here, as in verl, so that the pace does not depend on the batch size.
 

@@ -99,14 +99,14 @@ class Phases:
         return out
 
 
-def memory_metrics(device: torch.device) -> dict[str, float]:
-    """GiB on this rank: the training allocator's peak since the last call, what is in use on the whole device (the
-    engine's own pools included), and the process's largest resident host memory so far."""
+def memory_metrics(device: torch.device, engine_bytes: int) -> dict[str, float]:
+    """GiB on this rank: the training state's peak since the last call (torch's, less `engine_bytes` of an engine that
+    slept at that time), what is in use on the whole device just now, and the process's largest resident host memory."""
     out = {"memory/host_peak_GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         out["memory/device_used_GiB"] = (total - free) / 2**30
-        out["memory/device_peak_GiB"] = torch.cuda.max_memory_allocated(device) / 2**30
+        out["memory/device_peak_GiB"] = (torch.cuda.max_memory_allocated(device) - engine_bytes) / 2**30
         torch.cuda.reset_peak_memory_stats(device)
     return out
 
