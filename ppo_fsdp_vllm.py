@@ -51,6 +51,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from common import checkpoint
@@ -72,7 +73,15 @@ from common.loss import (
 )
 from common.metrics import MetricsLog, Phases, memory_metrics, peak_flops, profiled
 from common.offload import Parked, optimizer_tensors, parameter_tensors
-from common.reshard import fsdp_buckets, named_weights, push_to_vllm, shard_group, vllm_push_mode
+from common.reshard import (
+    fsdp_buckets,
+    keep_hugging_face_classes,
+    named_weights,
+    push_to_vllm,
+    shard_group,
+    vllm_push_mode,
+    vllm_worker,
+)
 from common.rewards import Reward, RewardPool, overlong_penalty
 
 EXIT_STOPPED = 85  # after SIGTERM or SIGINT: tells a launcher to start the run again, not that it failed
@@ -384,6 +393,8 @@ class Args:
 
 def check(args: Args, config: PretrainedConfig, world_size: int) -> None:
     """Raises ValueError for what cannot work with this model and this number of ranks, before any weight is read."""
+    if config.get_text_config() is not config:
+        raise ValueError(f"model type {config.model_type!r} holds a text model among others; this script trains plain text models")
     tp, heads = args.rollout.tensor_parallel_size, config.num_attention_heads
     if world_size % tp:
         raise ValueError(f"--rollout.tensor-parallel-size {tp} must divide the number of ranks, {world_size}")
@@ -413,8 +424,12 @@ class Policy(nn.Module):
         super().__init__()
         self.lm, self.temperature = lm, temperature
 
-    def forward(self, micro: "Micro") -> tuple[Tensor, Tensor]:
-        """(log-prob, entropy) of micro.targets, each [R] fp32, under the distribution that is sampled from."""
+    def forward(self, micro: "Micro", own_logits: bool = False) -> tuple[Tensor, Tensor]:
+        """(log-prob, entropy) of micro.targets, each [R] fp32, under the distribution that is sampled from. `own_logits`: from
+        the model's own forward and all its logits, to compare with."""
+        if own_logits:
+            logp = (self.lm(**micro.inputs).logits[0, micro.predict].float() / self.temperature).log_softmax(-1)
+            return logp.gather(1, micro.targets[:, None])[:, 0], -(logp.exp() * logp).sum(1)
         hidden = self.lm.get_decoder()(**micro.inputs).last_hidden_state[0]
         head, config = self.lm.get_output_embeddings(), self.lm.config
         logprob, entropy = linear_logprob(
@@ -455,6 +470,11 @@ def meta_parameters() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
+    """Every floating-point tensor in nested containers."""
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
 
 
 def make_mesh(args: FSDPArgs, world_size: int, local_world_size: int, device_type: str) -> DeviceMesh:
@@ -517,6 +537,10 @@ def build_model(
         # Gradients are summed, not averaged, over ranks: every loss is already divided by the global count.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    owners = [m for m in lm.modules() if ignored.intersection(m.parameters(recurse=False))]
+    for module in owners:  # they compute in fp32, as their parameters are, whatever their neighbours do
+        module.register_forward_pre_hook(lambda _, a, k: cast_floats((a, k), torch.float32), with_kwargs=True)
+        module.register_forward_hook(lambda _, __, out: cast_floats(out, DTYPES[args.fsdp.param_dtype]))
     for i, layer in enumerate(layers):
         if args.fsdp.forward_prefetch:
             layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + args.fsdp.forward_prefetch])
@@ -528,12 +552,44 @@ def build_model(
     for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._buffers[leaf] = buffer.to(mesh.device_type)
-    for param in ignored:
-        param.data = param.data.to(mesh.device_type)
+    if ignored:  # to_empty made new parameters of them, on the host with cpu_offload, and untied
+        for module in owners:
+            module.to(mesh.device_type)
+        if kind == "policy":
+            lm.tie_weights()
     read_weights(model, folder)
     if isinstance(model, Critic):
         nn.init.zeros_(model.head.weight)
+    elif optim is not None:
+        check_logprobs(model, torch.device(mesh.device_type), 1e-3 if args.fsdp.param_dtype == "float32" else 0.1)
     return model
+
+
+@torch.no_grad()
+def check_logprobs(policy: Policy, device: torch.device, limit: float) -> None:
+    """Two short sequences, packed, must have the log-probs that the model's own forward gives each by itself,
+    within `limit` nats a token (bf16 rounds the logits). Collective.
+
+    Raises:
+        ValueError: they have not: the model does something to its logits that Policy does not know, or its layers carry
+            state from one packed sequence to the next.
+    """
+    batch = Batch(
+        ids=torch.arange(18) * 7 % policy.lm.config.vocab_size, prompt_lens=torch.tensor([1, 1]), response_lens=torch.tensor([8, 8]),
+        rollout_logprobs=torch.zeros(16, device=device), truncated=torch.zeros(2, dtype=torch.bool),
+    )
+    try:
+        got = policy(pack_micro(batch, [0, 1]))[0]
+        expected = torch.cat([policy(pack_micro(batch, [i]), own_logits=True)[0] for i in (0, 1)])
+    except (TypeError, RuntimeError) as e:
+        raise ValueError(f"model type {policy.lm.config.model_type!r} cannot run on packed sequences: {e}") from e
+    reshard(policy)
+    off = (got - expected).abs().mean().item()
+    if not off <= limit:
+        raise ValueError(
+            f"model type {policy.lm.config.model_type!r}: its own log-probs and those of a packed forward differ by {off:.1e} nats a token "
+            f"(limit {limit}): it changes its logits, or mixes sequences, in a way that this script does not know"
+        )
 
 
 @torch.no_grad()
@@ -556,13 +612,16 @@ def read_weights(model: "Policy | Critic", folder: str) -> None:
 
 
 def make_optimizer(model: nn.Module, args: OptimArgs) -> torch.optim.AdamW:
-    """AdamW without decay of norms and biases; one fused kernel."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in params if p.dim() > 1], "weight_decay": args.weight_decay},
-        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=args.lr, betas=args.betas, fused=True)
+    """AdamW without decay of norms and biases; one fused kernel for each group, which takes no mixture of sharded parameters
+    and those that FSDP ignores."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for p in model.parameters():
+        if p.requires_grad:
+            groups.setdefault((p.dim() > 1, isinstance(p, DTensor)), []).append(p)
+    return torch.optim.AdamW(
+        [{"params": params, "weight_decay": args.weight_decay if decays else 0.0} for (decays, _), params in groups.items()],
+        lr=args.lr, betas=args.betas, fused=True,
+    )
 
 
 def learning_rate(args: OptimArgs, step: int, steps: int) -> float:
@@ -574,21 +633,30 @@ def learning_rate(args: OptimArgs, step: int, steps: int) -> float:
     return args.lr * (args.min_lr_ratio + (1.0 - args.min_lr_ratio) * decay)
 
 
-def read_config(folder: str, trust_remote_code: bool) -> tuple[PretrainedConfig, Any]:
-    """(config, tokenizer).
+def read_config(folder: str, trust_remote_code: bool, tokenizer: bool = True) -> tuple[PretrainedConfig, Any]:
+    """(config, tokenizer or None) of a model that this script can train.
 
     Raises:
         FileNotFoundError: the folder has no config, tokenizer or safetensors.
+        ValueError: the model has code of its own that was not allowed, is no causal LM, or cannot be packed.
     """
     names = os.listdir(folder)
     if "config.json" not in names:
         raise FileNotFoundError(f"{folder} has no config.json: it is not a Hugging Face model")
     if not any(name.endswith(".safetensors") for name in names):
         raise FileNotFoundError(f"{folder} has no safetensors: load it with AutoModelForCausalLM and save it again with save_pretrained")
-    if not any(name.startswith("tokenizer") for name in names):
+    if tokenizer and not any(name.startswith("tokenizer") for name in names):
         raise FileNotFoundError(f"{folder} has no tokenizer: save one there with AutoTokenizer.from_pretrained(...).save_pretrained")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    return config, AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        check_packable(config, type(lm))
+        return config, AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code) if tokenizer else None
+    except ValueError as e:
+        if "trust_remote_code" in str(e):
+            raise ValueError(f"{folder} comes with Python code of its own: read it, then allow it with --trust-remote-code") from e
+        raise ValueError(f"{folder}: {str(e).splitlines()[0]}") from e
 
 
 def local_folder(model: str, local_rank: int) -> str:
@@ -693,6 +761,13 @@ def gather_flat(mine: Tensor) -> Tensor:
     return torch.cat([row[:size] for row, size in zip(padded, sizes.tolist(), strict=True)])
 
 
+def reshard(model: nn.Module) -> None:
+    """Without a backward, nothing else frees what SHARD_GRAD_OP and the root keep gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @torch.no_grad()
 def forward_only(model: nn.Module, batch: Batch, plans: list[list[list[list[int]]]]) -> Tensor:
     """Log-probs of a Policy or values of a Critic of every response token, [R] fp32 on every rank; each rank computes its
@@ -703,9 +778,7 @@ def forward_only(model: nn.Module, batch: Batch, plans: list[list[list[list[int]
             micro = pack_micro(batch, sequences)
             result = model(micro)
             out[micro.token_index] = result[0] if isinstance(result, tuple) else result
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # without a backward, nothing else frees what SHARD_GRAD_OP and the root keep gathered
+    reshard(model)
     dist.all_reduce(out)  # one rank's number and zeros: exact
     return out
 
@@ -811,6 +884,7 @@ def make_engine(args: Args, folder: str, device: torch.device) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read at import; keeps the model in this process
     from vllm import LLM
 
+    keep_hugging_face_classes()
     engine_args = dict(
         model=folder, dtype=args.rollout.dtype, skip_tokenizer_init=True, generation_config="vllm",
         max_model_len=args.data.max_prompt_length + args.rollout.max_response_length,
@@ -892,7 +966,8 @@ class Rollout:
     def push(self, actor: nn.Module) -> dict[str, float]:
         """The actor's weights into the engine, which ends awake. On CUDA the KV cache comes back only after the buckets
         are gone."""
-        weights = named_weights(actor.lm, aliases=self.push_mode == "reload_weights")
+        has_head = hasattr(vllm_worker(self.llm).model_runner.get_model(), "lm_head")  # where weights are tied, some have none
+        weights = named_weights(actor.lm, aliases=self.push_mode == "reload_weights" and has_head)
         buckets = fsdp_buckets(weights, DTYPES[self.args.rollout.dtype], self.args.rollout.bucket_mb * 2**20, self.device)
         if self.device.type == "cuda":
             self.llm.wake_up(tags=["weights"])
@@ -1154,6 +1229,8 @@ def main(args: Args) -> int:
     critic_folder = local_folder(args.critic.model, local_rank) if args.critic.model else folder
     config, tokenizer = read_config(folder, args.trust_remote_code)
     check(args, config, world)
+    if args.critic.model:
+        read_config(critic_folder, args.trust_remote_code, tokenizer=False)
     load = functools.partial(load_prompts, tokenizer=tokenizer, max_length=args.data.max_prompt_length, overlong=args.data.overlong)
     train_prompts, dropped = ([], 0) if args.replay else load(args.data.train)
     val_prompts = load(args.data.val, limit=args.val.limit)[0] if args.data.val and not args.replay else []
@@ -1199,19 +1276,19 @@ def main(args: Args) -> int:
     optimizers: dict[str, torch.optim.Optimizer] = {}
     on_device: dict[str, Any] = {}
 
-    def park(name: str, wanted: bool, tensors: Callable[[], list[Tensor]]) -> None:
-        on_device[name] = Parked(tensors) if wanted else nullcontext()
+    def park(name: str, wanted: bool, tensors: Callable[[Any], list[Tensor]], owner: Any) -> None:
+        on_device[name] = Parked(functools.partial(tensors, owner), owner) if wanted else nullcontext()
 
     if not args.rollout_only:
         models["actor"] = build_model("policy", folder, args, mesh, args.actor)
         models["critic"] = build_model("critic", critic_folder, args, mesh, args.critic)
         for name, optim in (("actor", args.actor), ("critic", args.critic)):
             optimizers[name] = make_optimizer(models[name], optim)
-            park(name, "params" in optim.offload, functools.partial(parameter_tensors, models[name]))
-            park(f"{name}_optimizer", "optimizer" in optim.offload, functools.partial(optimizer_tensors, optimizers[name]))
+            park(name, "params" in optim.offload, parameter_tensors, models[name])
+            park(f"{name}_optimizer", "optimizer" in optim.offload, optimizer_tensors, optimizers[name])
         if args.kl.where != "off":
             models["reference"] = build_model("policy", folder, args, mesh, None)
-            park("reference", args.kl.offload, functools.partial(parameter_tensors, models["reference"]))
+            park("reference", args.kl.offload, parameter_tensors, models["reference"])
     kl = AdaptiveKL(args.kl.coef, args.kl.target or 1.0, args.kl.horizon)
     best: dict[str, Any] = {"step": -1, "accuracy": -1.0}
 
@@ -1261,13 +1338,13 @@ def main(args: Args) -> int:
     size = sum(p.numel() for p in models["actor"].parameters()) if models else 0
     console(f"{world} rank(s) on {device.type}, {how}, {size / 1e6:.1f}M parameters, {len(train_prompts)} prompts ({dropped} dropped), "
             f"{len(val_prompts)} held out")
+    stop = StopSignal()
     if first_step == 1 and args.val.before_train and val_prompts:
         with phase("validate"):
             before = validate(rollout, pool, tokenizer, val_prompts, args, 0)
         log.log(0, before)
         console(f"step 0/{args.steps} | held-out {before['val/greedy']:.3f} before training")
 
-    stop = StopSignal()
     done, sampler_state = first_step - 1, sampler.state_dict() if sampler else None  # what is true of the weights just now
     save_seconds = 0.0
     try:
@@ -1430,10 +1507,12 @@ def cli(default: Args | None = None) -> None:
         if "RANK" not in os.environ:
             raise ValueError("start this script with torchrun, for instance: torchrun --nproc-per-node 1 ppo_fsdp_vllm.py ...")
         code = main(args)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         if rank:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, once rank 0 has spoken and ended
             time.sleep(2)
+        if isinstance(e, SystemExit):  # tyro has printed what is wrong with a flag, or the help
+            raise
         if not isinstance(e, (ValueError, OSError, FloatingPointError, checkpoint.RankError)):
             traceback.print_exc()
         print(f"error: {e}", file=sys.stderr, flush=True)

@@ -38,7 +38,7 @@ def check_packable(config: PretrainedConfig, model_class: type) -> None:
     name = config.model_type
     if not getattr(model_class, "_supports_attention_backend", False):
         raise ValueError(f"model type {name!r}: its attention cannot be replaced (no attention interface in transformers)")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ["full_attention"])
     if kinds - PACKABLE_LAYERS:
         raise ValueError(f"model type {name!r} has layers of kind {sorted(kinds - PACKABLE_LAYERS)}, which cannot be packed; "
                          f"supported: {sorted(PACKABLE_LAYERS)}")

@@ -11,6 +11,7 @@ the device gives back all of them but rounding, and transfers run at the speed o
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +35,24 @@ class Parked:
     Args:
         tensors: gives the tensors; called at each move to the host, as an optimizer has none before its first step.
             Their storages must not be shared with anything that is used outside `with`.
+        owner: the module or optimizer that works with them; its forward or step then refuses to run outside `with`, where
+            it would read freed memory.
     """
 
-    def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], owner: nn.Module | torch.optim.Optimizer | None = None) -> None:
         self.tensors = tensors
         self.arena = torch.empty(0, dtype=torch.uint8)
         self.parked: list[tuple[torch.UntypedStorage, torch.device, Tensor]] = []
+        if isinstance(owner, nn.Module):
+            owner.register_forward_pre_hook(self._refuse, prepend=True)  # before FSDP2's own, which gathers
+        elif owner is not None:
+            owner.register_step_pre_hook(self._refuse)
         self.park()
 
     def park(self) -> int:
         """Copy to the host and free the device's bytes; returns how many."""
+        if self.parked:
+            return 0
         storages = list({t.untyped_storage().data_ptr(): t for t in self.tensors() if t.numel()}.values())
         size = sum(t.untyped_storage().nbytes() for t in storages)
         if self.arena.numel() < size:
@@ -70,6 +79,10 @@ class Parked:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.park()
+
+    def _refuse(self, *_: Any) -> None:
+        if self.parked:
+            raise RuntimeError("this state waits on the host: enter its Parked (`with`) before using it")
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

@@ -45,7 +45,7 @@ def fsdp_buckets(
     size = 0
     for name, weight in weights:
         nbytes = weight.numel() * dtype.itemsize
-        if bucket and size + nbytes > bucket_bytes:
+        if bucket and (size + nbytes > bucket_bytes or shard_group(weight) is not shard_group(bucket[-1][1])):
             yield _gather(bucket, dtype, device)
             bucket, size = [], 0
         bucket.append((name, weight))
@@ -93,6 +93,18 @@ def vllm_worker(llm: Any) -> Any:
     """The worker of an in-process vLLM engine (distributed_executor_backend="external_launcher")."""
     worker = llm.llm_engine.model_executor.driver_worker
     return getattr(worker, "worker", worker)
+
+
+def keep_hugging_face_classes() -> None:
+    """Before an engine is built. For families that vLLM has no code of its own for (OLMo-2, SmolLM3) it runs Hugging
+    Face's, and decorates the class in place for torch.compile: the trainer, in the same process, could not build it any
+    more. Without that these families run uncompiled in the engine. vLLM 0.32 spells it so; another version may not need it."""
+    try:
+        from vllm.model_executor.models.transformers.base import Base
+    except ImportError:
+        return
+    if hasattr(Base, "_decorate_cls_for_torch_compile"):
+        Base._decorate_cls_for_torch_compile = lambda *args, **kwargs: None
 
 
 def vllm_push_mode(llm: Any) -> str:

@@ -4,22 +4,24 @@ A case is a function in tests/cases_*.py, run on every rank. `run_cases` starts 
 size and returns what became of each case; a test then asserts on its own. As a script, this file is what torchrun runs.
 """
 
+import contextlib
 import functools
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(command: list[str], timeout: float, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command in the repository's root with its whole process group killed at the time limit: nothing may hang."""
+    """A command in the repository's root, killed with all its descendants at the time limit: nothing may hang."""
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
@@ -27,7 +29,10 @@ def run(command: list[str], timeout: float, **environment: str) -> subprocess.Co
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        family = [*psutil.Process(process.pid).children(recursive=True), process]  # torchrun's workers lead groups of their own
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
         output, _ = process.communicate()
         raise AssertionError(f"{command} ran past {timeout} s:\n{output[-4000:]}") from None
     return subprocess.CompletedProcess(command, process.returncode, output)
