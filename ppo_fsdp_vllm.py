@@ -33,7 +33,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -357,6 +357,22 @@ class Args:
         }.items():
             if value < 1:
                 raise ValueError(f"{flag} is {value}; it must be at least 1")
+        for flag, number in {
+            "--ppo.tis-cap": self.ppo.tis_cap, "--ppo.dual-clip": self.ppo.dual_clip, "--ppo.value-clip": self.ppo.value_clip,
+            "--ppo.clip-low": self.ppo.clip_low, "--ppo.clip-high": self.ppo.clip_high, "--kl.coef": self.kl.coef,
+            "--actor.clip-grad-norm": self.actor.clip_grad_norm, "--critic.clip-grad-norm": self.critic.clip_grad_norm,
+            "--save.every": self.save.every, "--save.keep": self.save.keep, "--val.every": self.val.every,
+            "--val.samples": self.val.samples, "--reward.overlong-buffer": self.reward.overlong_buffer,
+            "--ppo.critic-warmup": self.ppo.critic_warmup,
+        }.items():
+            if number < 0:
+                raise ValueError(f"{flag} is {number}; it must not be negative (0 is off)")
+        if (self.kl.target is not None and self.kl.target <= 0) or self.kl.horizon <= 0:
+            raise ValueError("--kl.target and --kl.horizon must be above 0")
+        if self.kl.where == "loss" and self.kl.kind == "k1" and self.kl.coef > 0:
+            raise ValueError("--kl.where loss with --kl.kind k1 has a gradient of mean 0: choose k2, k3 or k3+")
+        if self.val.samples and self.val.temperature <= 0:
+            raise ValueError("--val.temperature must be above 0: the greedy answer is measured anyway")
         if self.batch.prompts % self.ppo.minibatch_size:
             raise ValueError(f"--ppo.minibatch-size {self.ppo.minibatch_size} must divide --batch.prompts {self.batch.prompts}")
         longest = self.data.max_prompt_length + self.rollout.max_response_length
@@ -581,6 +597,8 @@ def check_logprobs(policy: Policy, device: torch.device, limit: float) -> None:
     try:
         got = policy(pack_micro(batch, [0, 1]))[0]
         expected = torch.cat([policy(pack_micro(batch, [i]), own_logits=True)[0] for i in (0, 1)])
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, RuntimeError) as e:
         raise ValueError(f"model type {policy.lm.config.model_type!r} cannot run on packed sequences: {e}") from e
     reshard(policy)
@@ -669,7 +687,7 @@ def local_folder(model: str, local_rank: int) -> str:
         return model
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]  # code runs only with --trust-remote-code
     folder, error = "", None
     for turn in (0, 1):  # first one rank of each node downloads, then the others find its files in the cache
         if (local_rank == 0) == (turn == 0):
@@ -898,13 +916,17 @@ def make_engine(args: Args, folder: str, device: torch.device) -> Any:
     return LLM(**(engine_args | json.loads(args.rollout.engine_args)))
 
 
+def read_generation_config(folder: str, config: PretrainedConfig) -> GenerationConfig:
+    """The folder's own, or one made from the model's config."""
+    if os.path.exists(os.path.join(folder, "generation_config.json")):
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_model_config(config)
+
+
 def eos_ids(folder: str, config: PretrainedConfig, tokenizer: Any) -> list[int]:
     """Every id that ends a response, wherever the model's folder names it."""
     ids = {tokenizer.eos_token_id}
-    sources = [config]
-    if os.path.exists(os.path.join(folder, "generation_config.json")):
-        sources.append(GenerationConfig.from_pretrained(folder))
-    for source in sources:
+    for source in (config, read_generation_config(folder, config)):
         eos = source.eos_token_id
         ids.update(eos if isinstance(eos, (list, tuple)) else [eos])
     return sorted(ids - {None})
@@ -920,6 +942,7 @@ class Rollout:
         self.owner = dist.get_rank() % tp == 0  # the engine's first rank speaks for it
         self.llm = make_engine(args, folder, device)
         self.push_mode = vllm_push_mode(self.llm)
+        self.awake = True
         # Its sleeping pool still counts as allocated in torch's books.
         self.device_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         self.stop = {"stop_token_ids": eos_ids(folder, config, tokenizer), "max_tokens": args.rollout.max_response_length}
@@ -940,7 +963,7 @@ class Rollout:
         self.llm.reset_prefix_cache()
         params = SamplingParams(logprobs=0, flat_logprobs=True, detokenize=False, **self.stop, **sampling)
         requests = [{"prompt_token_ids": p.ids} for p in self.share(prompts)]
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(random.Random(f"{self.args.seed} {step} {self.group} {purpose}").getrandbits(63))
             outputs = self.llm.generate(requests, params, use_tqdm=False)
         return [output for request in outputs for output in request.outputs]
@@ -970,6 +993,7 @@ class Rollout:
         weights = named_weights(actor.lm, aliases=self.push_mode == "reload_weights" and has_head)
         buckets = fsdp_buckets(weights, DTYPES[self.args.rollout.dtype], self.args.rollout.bucket_mb * 2**20, self.device)
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the engine maps its memory past torch's allocator, which would not free any for it
             self.llm.wake_up(tags=["weights"])
         start = time.perf_counter()
         nbytes = push_to_vllm(self.llm, buckets, self.push_mode)
@@ -979,17 +1003,19 @@ class Rollout:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["kv_cache"])
+        self.awake = True
         return {"perf/sync_GBps": nbytes / seconds / 1e9}
 
     def sleep(self) -> None:
         """Give back the memory of weights and KV cache, where there is a device to give it back to."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.awake:
             self.llm.sleep(level=2)
+        self.awake = False
 
 
 def score(pool: RewardPool | None, tokenizer: Any, prompts: list[Prompt], outputs: list[Any]) -> list[Reward]:
     """Rewards of an engine's outputs to its prompts, computed outside this process; none where another rank owns them."""
-    if pool is None:
+    if pool is None or not outputs:  # another rank's answers, or an engine without a share; batch_decode([]) is [""]
         return []
     texts = tokenizer.batch_decode([o.token_ids for o in outputs], skip_special_tokens=True)
     many = [p for p in prompts for _ in range(len(outputs) // len(prompts))]
@@ -1010,16 +1036,18 @@ def shape_scores(scores: Tensor, lengths: Tensor, args: Args, step: int) -> Tens
     return scores
 
 
-def reward_metrics(rewards: list[Reward], count: int) -> dict[str, float]:
-    """Means over all `count` answers of the numbers that the reward function returned beside the score, and the number of
-    answers that raised, hung or returned no number. Collective."""
-    sums: dict[str, float] = {"reward/errors": float(sum(r.error is not None for r in rewards))}
+def reward_metrics(rewards: list[Reward], count: int) -> tuple[dict[str, float], str | None]:
+    """(means over all `count` answers of the numbers that the reward function returned beside the score, and the number of
+    answers that raised, hung or returned no number; the first such error). Collective."""
+    errors = [r.error for r in rewards if r.error is not None]
+    sums: dict[str, float] = {"reward/errors": float(len(errors))}
     for reward in rewards:
         for name, value in reward.metrics.items():
             sums[f"reward/{name}"] = sums.get(f"reward/{name}", 0.0) + value / count
-    everyone: list[dict[str, float]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, sums)
-    return {name: sum(s.get(name, 0.0) for s in everyone) for name in sorted(set().union(*everyone))}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (sums, errors[:1]))
+    names = sorted(set().union(*(s for s, _ in everyone)))
+    return {name: sum(s.get(name, 0.0) for s, _ in everyone) for name in names}, next((e[0] for _, e in everyone if e), None)
 
 
 def seed_everything(seed: int) -> None:
@@ -1240,6 +1268,10 @@ def main(args: Args) -> int:
     saved = checkpoint.list_steps(checkpoints)
     if saved and not args.save.resume:
         raise ValueError(f"--save.no-resume, but {checkpoints} holds checkpoints of another run: give this one another --out")
+    if saved and args.rollout_only:
+        raise ValueError(f"--rollout-only in {args.out}, where a training run has checkpoints: give it another --out")
+    if not saved and os.path.exists(os.path.join(args.out, "hf")):
+        raise ValueError(f"{args.out} holds a finished run without checkpoints: give this one another --out")
     first_step = saved[-1] + 1 if saved else 1
     for step in range(first_step, args.steps + 1) if args.replay else ():
         if not os.path.exists(kept.format(step)):
@@ -1290,13 +1322,17 @@ def main(args: Args) -> int:
             models["reference"] = build_model("policy", folder, args, mesh, None)
             park("reference", args.kl.offload, parameter_tensors, models["reference"])
     kl = AdaptiveKL(args.kl.coef, args.kl.target or 1.0, args.kl.horizon)
-    best: dict[str, Any] = {"step": -1, "accuracy": -1.0}
+    best: dict[str, Any] = {"step": -1, "accuracy": -math.inf}
 
     def state() -> dict[str, Any]:
         """What a checkpoint holds beside small numbers; all of it on the device."""
         out = {}
         for name, optimizer in optimizers.items():
+            fresh = not optimizer.state
             out[name], out[f"{name}_optimizer"] = get_state_dict(models[name], optimizer)
+            if fresh:  # torch made the state by a step without gradients, and counted it: Adam's bias correction would be off
+                for values in optimizer.state.values():
+                    values["step"].zero_()
         return out
 
     @contextmanager
@@ -1320,7 +1356,9 @@ def main(args: Args) -> int:
                 set_state_dict(models[name], optimizer, model_state_dict=loaded[name], optim_state_dict=loaded[f"{name}_optimizer"])
         if sampler is not None:
             sampler.load_state_dict(progress["sampler"])
-        kl.coef, best = progress["kl_coef"], checkpoint.read_best(checkpoints) or best
+        if args.kl.target is not None:
+            kl.coef = progress["kl_coef"]
+        best = checkpoint.read_best(checkpoints) or best
         console(f"resumed from step {saved[-1]} in {checkpoints}")
     log = MetricsLog(args.out, rank == 0, args.log.tensorboard, args.log.wandb_project, dataclasses.asdict(args), first_step - 1)
     phase = Phases(device)
@@ -1374,7 +1412,10 @@ def main(args: Args) -> int:
                     with phase("reward"):
                         rewards = score(pool, tokenizer, rollout.share(prompts), outputs)
                         scores = gather_flat(torch.tensor([r.score for r in rewards], device=device))
-                        metrics |= reward_metrics(rewards, len(scores))
+                        more, failure = reward_metrics(rewards, len(scores))
+                        metrics |= more
+                        if failure is not None:
+                            console(f"warning: {more['reward/errors']:.0f} of {len(scores)} answers could not be scored: {failure}")
                         scores = shape_scores(scores, batch.response_lens, args, step)
                 lengths = batch.response_lens.to(device)
                 metrics |= batch_metrics(batch, scores)
@@ -1474,6 +1515,8 @@ def main(args: Args) -> int:
                 console(console_line(step, args.steps, metrics))
     except Stopped:
         worth = args.save.every > 0 and done > 0 and done not in checkpoint.list_steps(checkpoints) and bool(models)
+        if rollout is not None and models:
+            rollout.sleep()  # its memory may be what the training state came from
         if worth and stop.time_for(2 * save_seconds + 1, args.save.grace):
             save(done, sampler_state)
         console(f"stopped by a signal after step {done}; complete checkpoints: {checkpoint.list_steps(checkpoints) or 'none'}")
@@ -1481,10 +1524,14 @@ def main(args: Args) -> int:
     else:
         code = 0
         if args.save.hf and models:
+            if rollout is not None:
+                rollout.sleep()
             with on_device["actor"]:
                 dtype = config.dtype = DTYPES[args.rollout.dtype]
                 buckets = fsdp_buckets(named_weights(models["actor"].lm), dtype, args.rollout.bucket_mb * 2**20, device)
-                checkpoint.export_hf(os.path.join(args.out, "hf"), buckets, config, tokenizer, GenerationConfig.from_model_config(config))
+                generation = read_generation_config(folder, config)
+                generation.eos_token_id = eos_ids(folder, config, tokenizer)  # so that it stops where it was trained to
+                checkpoint.export_hf(os.path.join(args.out, "hf"), buckets, config, tokenizer, generation)
     log.close()
     if pool is not None:
         pool.close()
@@ -1502,8 +1549,12 @@ def cli(default: Args | None = None) -> None:
     comes once, from rank 0, before torchrun ends the rest."""
     rank = int(os.environ.get("RANK", "0"))
     try:
-        parse = functools.partial(tyro.cli, Args, console_outputs=rank == 0)
-        args = parse(default=default) if default is not None else parse()
+        parse = functools.partial(tyro.cli, Args, description=__doc__)
+        with open(os.devnull, "w") as null, ExitStack() as quiet:
+            if rank:  # every rank finds the same wrong flag; one says so
+                quiet.enter_context(redirect_stdout(null))
+                quiet.enter_context(redirect_stderr(null))
+            args = parse(default=default) if default is not None else parse()
         if "RANK" not in os.environ:
             raise ValueError("start this script with torchrun, for instance: torchrun --nproc-per-node 1 ppo_fsdp_vllm.py ...")
         code = main(args)

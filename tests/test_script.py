@@ -51,7 +51,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 from torchrun import torchrun  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402, Qwen2Config
 
 from launch import make_tiny  # noqa: E402
 from launch.cpu_engines import DEFAULTS  # noqa: E402
@@ -269,7 +269,7 @@ def test_export_opens_and_is_the_checkpoint(whole: SimpleNamespace, tiny: Path, 
     ids = tokenizer.apply_chat_template(row(1)["prompt"], add_generation_prompt=True, return_dict=False)
     assert ids == next(r["prompt_ids"] for step in (1, 2) for r in rollouts_of(whole.out, step) if r["row"] == 1)
     answer = exported.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)
-    assert len(ids) < answer.shape[1] <= len(ids) + 6 and exported.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert len(ids) < answer.shape[1] <= len(ids) + 6 and exported.generation_config.eos_token_id == [tokenizer.eos_token_id]
 
 
 # ---- killed in the middle of a save, resumed at an epoch's end, and ended by a loss that is not finite ----
@@ -425,7 +425,7 @@ def test_flags_that_cannot_work(changes: dict[str, Any], message: str) -> None:
 def test_models_and_ranks_that_cannot_work(changes: dict[str, Any], config: dict[str, int], world_size: int, message: str | None) -> None:
     from ppo_fsdp_vllm import check
 
-    model = SimpleNamespace(**{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 576} | config)
+    model = Qwen2Config(**{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 576} | config)
     args = make_args(**{"data__max_prompt_length": 64, **changes})
     if message is None:
         return check(args, model, world_size)
