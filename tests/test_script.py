@@ -51,7 +51,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 from torchrun import torchrun  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config  # noqa: E402
 
 from launch import make_tiny  # noqa: E402
 from launch.cpu_engines import DEFAULTS  # noqa: E402
@@ -397,6 +397,11 @@ def make_args(**changes: Any) -> Any:
         ({"rollout__temperature": 0.0}, "--rollout.temperature must be above 0"),
         ({"ppo__dual_clip": 0.5}, "--ppo.dual-clip is 0.5"),
         ({"rollout__engine_args": "{max_num_seqs: 1}"}, "--rollout.engine-args is not JSON"),
+        ({"ppo__tis_cap": -1.0}, "--ppo.tis-cap is -1.0"),
+        ({"save__every": -1}, "--save.every is -1"),
+        ({"kl__where": "loss"}, "--kl.where loss with --kl.kind k1"),
+        ({"kl__where": "reward", "kl__target": 0.0}, "--kl.target and --kl.horizon"),
+        ({"val__samples": 4, "val__temperature": 0.0}, "--val.temperature must be above 0"),
         ({"rollout__engine_args": "[1]"}, "--rollout.engine-args must be a JSON object"),
     ],
 )
