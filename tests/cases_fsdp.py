@@ -161,17 +161,24 @@ def kl_k3(logprob: torch.Tensor, ref_logprob: torch.Tensor) -> torch.Tensor:
     return ((ref_logprob - logprob).exp() - 1 - (ref_logprob - logprob)).clamp(-10, 10)
 
 
-def plain_gradients(kind: str, path: str, batch: Batch) -> dict[str, torch.Tensor]:
-    """The same losses written out token by token on unsharded Hugging Face outputs, in fp64: the truth up to 1e-15."""
+def plain_gradients(kind: str, path: str, batch: Batch, padded: bool) -> tuple[dict[str, torch.Tensor], float]:
+    """The same losses written out token by token on unsharded Hugging Face outputs, mostly in fp64 (its norms and softmax are
+    fp32): each sequence by itself, or all in one batch padded on the right."""
     lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).double()
     lm.set_attn_implementation("eager")
     t = {name: values.double() for name, values in training_tokens(batch).items()}
     total = torch.zeros((), dtype=torch.float64)
     head = torch.full((1, lm.config.hidden_size), 0.02, requires_grad=True, dtype=torch.float64)
     at = 0
-    for i in range(len(batch.lengths)):
-        ids, prompt_len = torch.cat([batch.prompt(i), batch.response(i)])[None], int(batch.prompt_lens[i])
-        hidden = lm.model(ids).last_hidden_state[0][prompt_len - 1 : -1]
+    rows = [torch.cat([batch.prompt(i), batch.response(i)]) for i in range(len(batch.lengths))]
+    if padded:
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        real = torch.arange(ids.shape[1]) < batch.lengths[:, None]
+        outputs = list(lm.model(ids, attention_mask=real.long()).last_hidden_state)
+    else:
+        outputs = [lm.model(row[None]).last_hidden_state[0] for row in rows]
+    for i, output in enumerate(outputs):
+        hidden = output[int(batch.prompt_lens[i]) - 1 : int(batch.lengths[i]) - 1]
         for j, h in enumerate(hidden):
             if kind == "critic":
                 value = (head @ h)[0]
@@ -190,17 +197,18 @@ def plain_gradients(kind: str, path: str, batch: Batch) -> dict[str, torch.Tenso
             at += 1
     total.backward()
     gradients = {f"lm.{name}": p.grad for name, p in lm.named_parameters() if p.grad is not None}
-    return gradients | ({"head.weight": head.grad} if kind == "critic" else {})
+    return gradients | ({"head.weight": head.grad} if kind == "critic" else {}), total.item()
 
 
-def case_gradients_equal_one_process_whatever_the_split():
+def case_loss_and_gradients_of_packed_equal_padded_and_single_whatever_the_split():
     """Also with fewer sequences than ranks, when some ranks run dummies."""
-    for kind, tied in (("policy", True), ("policy", False), ("critic", True)):
+    for kind, tied, padded in (("policy", True, False), ("policy", False, True), ("critic", True, True)):
         for batch in (make_batch(), make_batch(count=1)):
-            expected = plain_gradients(kind, folder(tied), batch)
+            expected, expected_loss = plain_gradients(kind, folder(tied), batch, padded)
             for budget in (40, 1000):
-                got, _ = full_gradients(kind, folder(tied), batch, budget)
+                got, result = full_gradients(kind, folder(tied), batch, budget)
                 assert got.keys() == expected.keys()
+                assert abs(result["loss"] - expected_loss) <= 1e-6 * max(1.0, abs(expected_loss)), (result["loss"], expected_loss)
                 for name in expected:
                     close(got[name].double(), expected[name], 2e-6)
 
