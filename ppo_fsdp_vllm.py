@@ -1561,7 +1561,9 @@ def cli(default: Args | None = None) -> None:
     except (Exception, SystemExit) as e:
         if rank:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, once rank 0 has spoken and ended
-            time.sleep(2)
+            time.sleep(5)
+            if isinstance(e, checkpoint.RankError):  # which rank 0 has raised as well
+                os._exit(1)
         if isinstance(e, SystemExit):  # tyro has printed what is wrong with a flag, or the help
             raise
         if not isinstance(e, (ValueError, OSError, FloatingPointError, checkpoint.RankError)):
