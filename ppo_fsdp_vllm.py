@@ -1568,7 +1568,9 @@ def cli(default: Args | None = None) -> None:
             raise
         if not isinstance(e, (ValueError, OSError, FloatingPointError, checkpoint.RankError)):
             traceback.print_exc()
-        print(f"error: {e}", file=sys.stderr, flush=True)
+        # One write, on a line of its own, whatever half lines other ranks have left.
+        sys.stderr.write(f"\nerror: {e}\n")
+        sys.stderr.flush()
         os._exit(1)  # not sys.exit: destructors of a half-built engine may wait for peers that are gone
     sys.exit(code)
 
