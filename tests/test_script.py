@@ -452,7 +452,7 @@ def ends(*command: str) -> int:
 def test_command_line(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert ends(*flags(tiny, tmp_path)) == 1
-    assert capsys.readouterr().err.startswith("error: start this script with torchrun")
+    assert capsys.readouterr().err.lstrip().startswith("error: start this script with torchrun")
     assert ends(*flags(tiny, tmp_path, "--ppo.minibatch-size", "3")) != 0
     said = capsys.readouterr()
     assert "--ppo.minibatch-size 3 must divide --batch.prompts 8" in " ".join((said.out + said.err).split())
