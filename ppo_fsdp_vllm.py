@@ -28,6 +28,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -131,8 +132,8 @@ class CriticArgs(OptimArgs):
 
 @dataclass
 class DataArgs:
-    train: tuple[str, ...] = tyro.MISSING
-    """Parquet files in verl's schema (data_source, prompt, reward_model, extra_info)."""
+    train: tuple[str, ...] = ()
+    """Parquet files in verl's schema (data_source, prompt, reward_model, extra_info); required, but for `replay`."""
     val: tuple[str, ...] = ()
     """Parquet files of held-out prompts; none: no validation."""
     max_prompt_length: int = 512
@@ -320,7 +321,7 @@ class ProfileArgs:
 class Args:
     actor: ActorArgs
     critic: CriticArgs
-    data: DataArgs
+    data: DataArgs = field(default_factory=DataArgs)
     batch: BatchArgs = field(default_factory=BatchArgs)
     rollout: RolloutArgs = field(default_factory=RolloutArgs)
     reward: RewardArgs = field(default_factory=RewardArgs)
@@ -383,6 +384,8 @@ class Args:
             )
         if self.rollout.temperature <= 0:
             raise ValueError("--rollout.temperature must be above 0: PPO needs samples (validation is greedy by itself)")
+        if not self.data.train and not self.replay:
+            raise ValueError("--data.train is missing: name parquet files of prompts (launch/prepare_gsm8k.py makes some)")
         if self.replay and self.rollout_only:
             raise ValueError("--replay and --rollout-only exclude each other: one has no engine, the other no training")
         if self.kl.target is not None and self.kl.where != "reward":
@@ -440,20 +443,20 @@ class Policy(nn.Module):
         super().__init__()
         self.lm, self.temperature = lm, temperature
 
-    def forward(self, micro: "Micro", own_logits: bool = False) -> tuple[Tensor, Tensor]:
-        """(log-prob, entropy) of micro.targets, each [R] fp32, under the distribution that is sampled from. `own_logits`: from
-        the model's own forward and all its logits, to compare with."""
+    def forward(self, micro: "Micro", with_entropy: bool = False, own_logits: bool = False) -> tuple[Tensor, Tensor | None]:
+        """(log-prob, entropy or None) of micro.targets, each [R] fp32, under the distribution that is sampled from.
+        `own_logits`: log-probs from the model's own forward and all its logits, to compare with."""
         if own_logits:
             logp = (self.lm(**micro.inputs).logits[0, micro.predict].float() / self.temperature).log_softmax(-1)
-            return logp.gather(1, micro.targets[:, None])[:, 0], -(logp.exp() * logp).sum(1)
+            return logp.gather(1, micro.targets[:, None])[:, 0], None
         hidden = self.lm.get_decoder()(**micro.inputs).last_hidden_state[0]
         head, config = self.lm.get_output_embeddings(), self.lm.config
-        logprob, entropy = linear_logprob(
+        return linear_logprob(
             hidden[micro.predict].to(head.weight.dtype), head.weight, micro.targets, bias=head.bias, temperature=self.temperature,
             softcap=getattr(config, "final_logit_softcapping", None),
             scale=getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0),
+            with_entropy=with_entropy,
         )
-        return logprob, entropy
 
 
 class Critic(nn.Module):
@@ -577,7 +580,8 @@ def build_model(
     if isinstance(model, Critic):
         nn.init.zeros_(model.head.weight)
     elif optim is not None:
-        check_logprobs(model, torch.device(mesh.device_type), 1e-3 if args.fsdp.param_dtype == "float32" else 0.1)
+        limit = 1e-3 if args.fsdp.param_dtype == "float32" else 0.1
+        check_logprobs(model, torch.device(mesh.device_type), limit / min(args.rollout.temperature, 1.0))
     return model
 
 
@@ -685,6 +689,8 @@ def local_folder(model: str, local_rank: int) -> str:
     """
     if os.path.isdir(model):
         return model
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model):
+        raise FileNotFoundError(f"model {model!r}: there is no such folder, and no name on the hub looks like that")
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]  # code runs only with --trust-remote-code
@@ -820,14 +826,15 @@ def actor_loss(actor: Policy, tokens: dict[str, Tensor], args: Args, micro: Micr
     the policy's own log-probs are the old ones.
     """
     t = {name: values[micro.token_index] for name, values in tokens.items()}
-    logprob, entropy = actor(micro)
+    logprob, entropy = actor(micro, with_entropy=True)
     old_logprobs = t["old_logprobs"] if "old_logprobs" in t else logprob.detach()
     tis_weights = importance_weights(old_logprobs, t["rollout_logprobs"], args.ppo.tis_cap or math.inf)
     loss, stats = policy_loss(
         logprob, old_logprobs, t["advantages"], args.ppo.clip_low, args.ppo.clip_high, args.ppo.dual_clip or None,
         tis_weights if args.ppo.tis_cap else None,
     )
-    loss = loss - args.ppo.entropy_coef * entropy
+    if args.ppo.entropy_coef:
+        loss = loss - args.ppo.entropy_coef * entropy
     means = {
         "clipfrac": stats["clipped"], "dual_clipfrac": stats["dual_clipped"], "entropy": entropy, "tis_weight": tis_weights,
         "approx_kl": torch.expm1(stats["logratio"]) - stats["logratio"],  # k3, as CleanRL's
@@ -1160,7 +1167,7 @@ def check_sync(rollout: Rollout, actor: Policy, prompts: list[Prompt], args: Arg
     batch = rollout.collect(prompts, rollout.generate(prompts, 0, purpose=2, n=1, temperature=args.rollout.temperature))
     plan = plan_minibatch(batch, list(range(len(prompts))), dist.get_world_size(), args.batch.max_tokens, 1)
     difference = (forward_only(actor, batch, [plan]) - batch.rollout_logprobs).abs().mean().item()
-    limit = 1e-4 if args.rollout.dtype == args.fsdp.param_dtype == "float32" else 0.1
+    limit = (1e-4 if args.rollout.dtype == args.fsdp.param_dtype == "float32" else 0.1) / min(args.rollout.temperature, 1.0)
     if not difference <= limit:
         raise RuntimeError(f"after a sync by {rollout.push_mode} engine and trainer differ by {difference:.1e} nats a token, above {limit}")
     return {"rollout/sync_logprob_diff": difference}
@@ -1270,8 +1277,10 @@ def main(args: Args) -> int:
         raise ValueError(f"--save.no-resume, but {checkpoints} holds checkpoints of another run: give this one another --out")
     if saved and args.rollout_only:
         raise ValueError(f"--rollout-only in {args.out}, where a training run has checkpoints: give it another --out")
-    if not saved and os.path.exists(os.path.join(args.out, "hf")):
-        raise ValueError(f"{args.out} holds a finished run without checkpoints: give this one another --out")
+    logged = os.path.join(args.out, "metrics.jsonl")
+    begun = os.path.exists(logged) and os.path.getsize(logged) > 0
+    if not saved and (os.path.exists(os.path.join(args.out, "hf")) or (begun and not args.save.every)):
+        raise ValueError(f"{args.out} holds a run without checkpoints, which cannot go on: give this one another --out")
     first_step = saved[-1] + 1 if saved else 1
     for step in range(first_step, args.steps + 1) if args.replay else ():
         if not os.path.exists(kept.format(step)):
@@ -1353,7 +1362,10 @@ def main(args: Args) -> int:
             loaded = state()
             progress = checkpoint.load(checkpoint.step_folder(checkpoints, saved[-1]), loaded)
             for name, optimizer in optimizers.items():
+                flags = [{key: group[key] for key in ("betas", "weight_decay")} for group in optimizer.param_groups]
                 set_state_dict(models[name], optimizer, model_state_dict=loaded[name], optim_state_dict=loaded[f"{name}_optimizer"])
+                for group, wanted in zip(optimizer.param_groups, flags, strict=True):
+                    group.update(wanted)  # this start's flags hold, not the ones that were saved
         if sampler is not None:
             sampler.load_state_dict(progress["sampler"])
         if args.kl.target is not None:

@@ -133,7 +133,8 @@ def _reason(error: BaseException) -> str:
     """An error in one line; of a CheckpointException the first failure beneath it."""
     failures = getattr(error, "failures", None)
     cause = next(iter(failures.values()))[0] if failures else error
-    return f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else cause}"
+    text = str(cause).splitlines()[0] if str(cause) else ""
+    return text if text and isinstance(cause, ValueError) else f"{type(cause).__name__}: {text}"
 
 
 def note_best(folder: str, best: dict[str, Any]) -> None:
@@ -226,6 +227,8 @@ def export_hf(folder: str, buckets: Iterable[NamedTensors], config: Any, tokeniz
                     json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, f, indent=2)
             for part in (config, tokenizer, generation_config):
                 part.save_pretrained(partial)
+            for name in os.listdir(partial):  # safetensors writes its files for their owner alone, whatever the umask
+                shutil.copymode(os.path.join(partial, "config.json"), os.path.join(partial, name))
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(partial, folder)
         except Exception as e:

@@ -92,12 +92,15 @@ class _LinearLogprob(torch.autograd.Function):
         # FSDP2 may free the weight's storage and gather it again before backward: save the parameter, never a copy.
         ctx.save_for_backward(hidden, weight, bias, targets, logsumexp, entropy)
         ctx.options = options
+        ctx.set_materialize_grads(False)  # an output that no loss uses has the gradient None, and costs nothing in backward
         return logprob, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_logprob: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, logsumexp, entropy = ctx.saved_tensors
+        if grad_logprob is None:
+            grad_logprob = torch.zeros_like(logsumexp)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=logsumexp.dtype) if needs_weight else None

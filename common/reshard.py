@@ -108,12 +108,14 @@ def keep_hugging_face_classes() -> None:
 
 
 def vllm_push_mode(llm: Any) -> str:
-    """"load_weights" writes into the engine's parameters directly, which works on CUDA for unquantised weights;
-    "reload_weights" rebuilds the layers that vLLM repacked or quantised after loading (always so on the CPU). It also
-    unties them: tied weights must then be sent under each of their names (`named_weights(aliases=True)`)."""
+    """"load_weights" writes into the engine's parameters directly, which works on CUDA for unquantised dense weights;
+    "reload_weights" rebuilds the layers that vLLM repacks, quantises or derives others from after loading (fused experts, MLA;
+    always so on the CPU). It also unties them: tied weights must then be sent under each of their names
+    (`named_weights(aliases=True)`)."""
     config = llm.llm_engine.vllm_config
-    on_cuda = config.device_config.device_type == "cuda"
-    return "load_weights" if on_cuda and config.model_config.quantization is None else "reload_weights"
+    model = config.model_config
+    as_loaded = model.quantization is None and not model.use_mla and model.get_num_experts() == 0
+    return "load_weights" if as_loaded and config.device_config.device_type == "cuda" else "reload_weights"
 
 
 def push_to_vllm(llm: Any, buckets: Iterable[NamedTensors], mode: str) -> int:

@@ -1,5 +1,7 @@
 """Run on one GPU or more: what only CUDA does. The measure of a bf16 result is its distance from fp32 on the same GPU."""
 
+import functools
+import gc
 import os
 from datetime import timedelta
 
@@ -15,7 +17,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from common.fused_logprob import linear_logprob  # noqa: E402
 from common.offload import Parked, optimizer_tensors, parameter_tensors  # noqa: E402
-from ppo_fsdp_vllm import actor_loss, build_model, forward_only, make_optimizer, update  # noqa: E402
+from ppo_fsdp_vllm import FSDPArgs, actor_loss, build_model, forward_only, make_mesh, make_optimizer, update  # noqa: E402
 
 DEVICE = torch.device("cuda", torch.cuda.current_device())
 WORLD = dist.get_world_size()
@@ -69,7 +71,30 @@ def case_compiled_layers_are_as_near_to_fp32_as_eager():
     assert distance[True] <= 1.5 * distance[False], distance
 
 
+def case_every_strategy_updates_alike():
+    """Loss and gradient norm of one bf16 update under each option, from FULL_SHARD's: what differs is the order of sums."""
+    batch, path = cuda_batch(), folder()
+    tokens = {name: x.to(DEVICE) for name, x in training_tokens(make_batch()).items()}
+    results = {}
+    for options in (
+        {}, {"strategy": "SHARD_GRAD_OP"}, {"strategy": "NO_SHARD"}, {"strategy": "HYBRID_SHARD", "shard_size": 1}, {"cpu_offload": True},
+        {"forward_prefetch": 1, "backward_prefetch": 1}, {"ignored_modules": ("model.norm",)}, {"param_dtype": "float32"},
+    ):
+        args = make_args(path)
+        args.fsdp = FSDPArgs(**options)
+        model = build_model("policy", path, args, make_mesh(args.fsdp, WORLD, WORLD, "cuda"), args.actor)
+        loss_fn = functools.partial(actor_loss, model, tokens, args)
+        results[str(options)] = update(model, make_optimizer(model, args.actor), 1.0, batch, plan_of(batch, 64), loss_fn)
+        print(f"{options}: loss {results[str(options)]['loss']:.5f}, gradient norm {results[str(options)]['grad_norm']:.5f}", flush=True)
+    expected = results["{}"]
+    for options, result in results.items():
+        for key in ("loss", "grad_norm"):
+            assert abs(result[key] - expected[key]) <= 1e-2 * abs(expected["grad_norm"]), (options, key, result[key], expected[key])
+
+
 def case_offload_is_bit_equal_and_frees_the_device():
+    gc.collect()  # what earlier cases left would share its segments, and a segment is given back only whole
+    torch.cuda.empty_cache()
     path = folder(False, hidden_size=1024, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=8)
     args = make_args(path)
     args.fsdp.param_dtype = "bfloat16"
@@ -77,7 +102,7 @@ def case_offload_is_bit_equal_and_frees_the_device():
     model = build_model("policy", path, args, mesh(), args.actor)
     optimizer = make_optimizer(model, args.actor)
     tokens = {name: x.to(DEVICE) for name, x in training_tokens(make_batch()).items()}
-    update(model, optimizer, 1.0, batch, plan_of(batch, 64), lambda micro: actor_loss(model, tokens, args, micro))
+    update(model, optimizer, 1.0, batch, plan_of(batch, 64), functools.partial(actor_loss, model, tokens, args))
     for tensors in (lambda: parameter_tensors(model), lambda: optimizer_tensors(optimizer)):
         before = [t.clone().cpu() for t in tensors()]
         named = sum(t.untyped_storage().nbytes() for t in tensors())
