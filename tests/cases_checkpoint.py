@@ -350,7 +350,8 @@ def export(folder: str, t: Training, tied: bool, dtype: torch.dtype, shard_bytes
 
 
 def case_the_export_opens():
-    """Tied and untied, both dtypes, one file and several, over an earlier export; every tensor equal."""
+    """Tied and untied, both dtypes, one file and several, over an earlier export; every tensor equal, every file for all to read."""
+    os.umask(0o022)
     for tied in (True, False):
         t = Training(tied)
         t.step()
@@ -369,6 +370,7 @@ def case_the_export_opens():
             biggest = max(w.numel() * dtype.itemsize for w in weights.values())
             assert (len(files) == 1) == (shard_bytes == 2**30), files
             assert Path(folder, "model.safetensors.index.json").exists() == (len(files) > 1)
+            assert {path.stat().st_mode & 0o777 for path in Path(folder).iterdir()} == {0o644}
             for file in files:
                 tensors = load_file(file)
                 assert sum(x.nbytes for x in tensors.values()) <= max(shard_bytes, biggest)

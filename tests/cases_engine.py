@@ -12,6 +12,7 @@ import random
 import tempfile
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from common.data import Prompt
 from common.reshard import fsdp_buckets, named_weights, push_to_vllm, vllm_worker
+from common.rewards import Reward
 from launch import make_tiny
 from launch.cpu_engines import name_shared_memory
 from ppo_fsdp_vllm import (
@@ -38,6 +40,7 @@ from ppo_fsdp_vllm import (
     make_optimizer,
     plan_minibatch,
     update,
+    validate,
 )
 
 TP = int(os.environ["TP"])
@@ -332,6 +335,16 @@ def case_every_eos_id_ends_a_response():
         enough = {r[-1] for r in ended} == set(EOS) and at_limit and len(ended) < len(responses)
         assert enough, f"{s.name}: this case shows too little: {len(ended)} of {len(responses)} ended, {at_limit} of them at the limit"
         assert (off := s.difference(batch)) <= SAME, f"{s.name}: off by {off:.1e}"
+
+
+def case_validation_with_fewer_prompts_than_engines():
+    """Engines that get no prompt score nothing, and every rank knows the result."""
+    for s in setups():
+        prompts, tokenizer = make_prompts(16, (21,)), AutoTokenizer.from_pretrained(s.folder)
+        text = tokenizer.decode(s.sample(prompts, 9, n=1, temperature=0.0).response(0), skip_special_tokens=True)
+        pool = SimpleNamespace(score=lambda items: [Reward(1.0 + len(item["answer"]), {}, None) for item in items])
+        got = validate(s.rollout, pool if s.rollout.owner else None, tokenizer, prompts, s.args, 0)
+        assert got == {"val/greedy": 1.0 + len(text), "val//greedy": 1.0 + len(text)}, (got, text)
 
 
 def case_a_kind_left_out_of_the_sync_is_noticed():

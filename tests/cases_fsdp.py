@@ -3,12 +3,15 @@
 import functools
 import tempfile
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2MLP
 
+from common import fused_logprob
 from common.batching import schedule
 from common.loss import gae, token_rewards, whiten
 from common.reshard import fsdp_buckets, named_weights
@@ -227,6 +230,45 @@ def case_first_update_has_ratio_one():
     assert result["approx_kl"] == 0.0 and result["clipfrac"] == 0.0, result
     after = update(model, optimizer, 1.0, batch, plan, loss)
     assert after["approx_kl"] > 0.0, after
+
+
+def case_without_a_bonus_entropy_is_logged_and_has_no_gradient():
+    batch, path = make_batch(), folder()
+    with torch.no_grad():
+        logits = padded_logits(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), batch)
+        logp = torch.cat([x[n - 1 : -1] for x, n in zip(logits, batch.prompt_lens, strict=True)]).log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    tokens = training_tokens(batch) | minibatch_weights(batch, list(range(len(batch.lengths))), "token-mean", False)
+    backward = fused_logprob._chunk_backward
+    for coef in (0.0, 0.01):
+        seen: list[bool] = []  # whether there was a gradient of the entropy
+        args = make_args(path, ppo=PPOArgs(entropy_coef=coef))
+        model = build_model("policy", path, args, mesh(), args.actor)
+        with mock.patch.object(fused_logprob, "_chunk_backward", lambda *a, to=seen: to.append(a[5] is not None) or backward(*a)):
+            loss = functools.partial(actor_loss, model, tokens, args)
+            result = update(model, NoStep(model.parameters(), lr=1.0), 0.0, batch, plan_of(batch, 64), loss)
+        assert set(seen) == {coef > 0}, (coef, seen)
+        assert abs(result["entropy"] - entropy.mean().item()) <= 1e-5, (result["entropy"], entropy.mean())
+
+
+def case_a_model_that_changes_its_logits_or_mixes_sequences_is_refused():
+    path, logits, mlp = folder(), Qwen2ForCausalLM.forward, Qwen2MLP.forward
+
+    def scaled(*args, **kwargs):
+        out = logits(*args, **kwargs)
+        out.logits = out.logits * 1.5
+        return out
+
+    args = make_args(path)
+    for of, forward in ((Qwen2ForCausalLM, scaled), (Qwen2MLP, lambda module, x: mlp(module, x + x.roll(1, dims=1)))):
+        with mock.patch.object(of, "forward", forward):
+            build_model("policy", path, args, mesh(), None)  # the reference: it comes after the actor, which is checked
+            try:
+                build_model("policy", path, args, mesh(), args.actor)
+            except ValueError as e:
+                assert "'qwen2': its own log-probs and those of a packed forward differ" in str(e) and "\n" not in str(e), e
+            else:
+                raise AssertionError(f"another forward of {of.__name__} went unnoticed")
 
 
 def case_not_finite_loss_stops_every_rank_before_the_step():

@@ -69,6 +69,10 @@ def fn(answer, ground_truth, extra_info):
     return {"score": sum(c.isdigit() for c in answer) / 6, "letters": sum(c.isalpha() for c in answer)}
 """
 KINDS = {3: "raise", 7: "hang", 11: "nan"}  # by row
+REASONS = {
+    "raise": "KeyError: 'nothing there'", "hang": "no result within 2 s",
+    "nan": "ValueError: a reward is a finite number or a dict with one as 'score', got nan",
+}
 TOO_LONG = 5
 ROWS = [i for i in range(17) if i != TOO_LONG]  # two steps of 8 prompts: an epoch ends at each checkpoint
 PER_TOKEN = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "returns", "advantages")
@@ -253,10 +257,22 @@ def test_rollouts(whole: SimpleNamespace, tiny: Path) -> None:
 
 
 def test_rewards_that_raise_hang_or_return_nan_cost_only_themselves(whole: SimpleNamespace) -> None:
-    """Two answers to each of three prompts, once an epoch; that they scored 0 is in test_rollouts."""
+    """Two answers to each of three prompts, once an epoch; that they scored 0 is in test_rollouts. A line says why the first did."""
     for first in (1, 3):
         assert whole.metrics[first]["reward/errors"] + whole.metrics[first + 1]["reward/errors"] == 2 * len(KINDS)
     assert all(whole.metrics[step]["reward/mean"] > 0 for step in (1, 2, 3, 4))
+    expected = []
+    for step in (1, 2, 3, 4):
+        failed = [KINDS[r["row"]] for r in rollouts_of(whole.out, step) if r["row"] in KINDS]
+        expected += [f"warning: {len(failed)} of 16 answers could not be scored: {REASONS[failed[0]]}"] if failed else []
+    assert [line for line in whole.output.splitlines() if line.startswith("warning: ")] == expected
+
+
+def test_an_engine_without_a_prompt_scores_nothing(tiny: Path) -> None:
+    from ppo_fsdp_vllm import score
+
+    pool = mock.Mock()
+    assert score(pool, AutoTokenizer.from_pretrained(tiny / "model"), [], []) == [] and not pool.score.called
 
 
 def test_export_opens_and_is_the_checkpoint(whole: SimpleNamespace, tiny: Path, tmp_path: Path) -> None:
@@ -386,6 +402,7 @@ def make_args(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"data__train": ()}, "--data.train is missing"),
         ({"batch__prompts": 0}, "--batch.prompts is 0"),
         ({"steps": 0}, "--steps is 0"),
         ({"ppo__epochs": 0}, "--ppo.epochs is 0"),
@@ -409,6 +426,10 @@ def test_flags_that_cannot_work(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         make_args(**changes)
     assert "\n" not in str(caught.value)
+
+
+def test_replay_needs_no_prompts() -> None:
+    assert make_args(data__train=(), replay="kept").data.train == ()
 
 
 @pytest.mark.parametrize(
@@ -459,6 +480,11 @@ def test_command_line(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert ends(*flags(tiny, tmp_path, "--ppo.minibatch-sice", "3")) != 0
     said = capsys.readouterr()
     assert "--ppo.minibatch-sice" in said.out + said.err
+    without_prompts = flags(tiny, tmp_path)
+    del without_prompts[(at := without_prompts.index("--data.train")) : at + 2]
+    assert ends(*without_prompts) != 0
+    said = capsys.readouterr()
+    assert "--data.train is missing: name parquet files of prompts" in " ".join((said.out + said.err).replace("│", " ").split())
     monkeypatch.setenv("RANK", "1")  # it says nothing: rank 0 has said it
     assert ends(*flags(tiny, tmp_path, "--ppo.minibatch-sice", "3")) != 0
     assert capsys.readouterr() == ("", "")

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pyarrow as pa
@@ -26,9 +27,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
-from test_script import PHASES, SCRIPT, ends, errors_of, flags, metrics_of, rollouts_of, row
+from test_script import PHASES, SCRIPT, checkpoint_of, ends, errors_of, flags, metrics_of, rollouts_of, row, same
 from torchrun import ROOT, torchrun
+from transformers import AutoTokenizer
 
+from common.data import Prompt
 from launch import make_tiny
 from launch.cpu_engines import DEFAULTS
 
@@ -282,29 +285,102 @@ def test_rollout_only_keeps_what_a_training_run_starts_from(tiny: Path, out: Pat
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "hf").exists()
 
 
+# ---- resumes, from rollouts that are made up ----
+
+
+def in_this_process(*command: str) -> int:
+    """The script's exit code as the only rank. What it locks stays locked: a second start needs a copy of the folder."""
+    environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"MASTER_PORT": free_port()}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with mock.patch.dict(os.environ, {name: str(value) for name, value in environment.items()}):
+            return ends(*command)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def made_up(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps of two random answers to each of four prompts."""
+    from ppo_fsdp_vllm import Batch, keep_rollouts
+
+    folder, tokenizer = tmp_path_factory.mktemp("made_up"), AutoTokenizer.from_pretrained(tiny / "model")
+    prompts = [Prompt(ids=[i, i + 1], text="", data_source="", ground_truth="", extra_info={}, index=i) for i in range(4)]
+    for step in (1, 2, 3, 4):
+        g = torch.Generator().manual_seed(step)
+        responses = torch.randint(6, 90, (8, 6), generator=g)
+        ids = torch.cat([torch.tensor([prompts[i // 2].ids for i in range(8)]), responses], dim=1).flatten()
+        lengths, logprobs = torch.full((8,), 6), torch.full((48,), -4.5)
+        batch = Batch(ids, torch.full((8,), 2), lengths, logprobs, torch.zeros(8, dtype=torch.bool))
+        keep_rollouts(
+            str(folder / f"step_{step:06d}.parquet"), prompts, batch, tokenizer, torch.rand(8, generator=g), {"rollout_logprobs": logprobs}
+        )
+    return folder
+
+
+def trained(tiny: Path, made_up: Path, out: Path, *more: str, after: Path | None = None) -> Path:
+    """The folder of a run without prompts of its own, which may go on where the one in `after` ended. Its first two steps train
+    the critic alone."""
+    if after is not None:
+        shutil.copytree(after, out)
+    always = ("--replay", str(made_up), "--data.train", "--ppo.critic-warmup", "2", "--save.every", "10", "--save.no-hf")
+    assert in_this_process(*flags(tiny, out, *always, "--log.no-tensorboard", *more)) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def warmed_up(tiny: Path, made_up: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Saved before the actor's first update: its optimizer had no state yet, and the checkpoint wants one."""
+    return trained(tiny, made_up, tmp_path_factory.mktemp("warmed_up") / "out", "--steps", "2")
+
+
+def test_a_resume_after_the_critics_warmup_equals_no_stop(tiny: Path, made_up: Path, warmed_up: Path, tmp_path: Path) -> None:
+    """To the bit: Adam has counted no step of the actor. The KL coefficient that is steered is the checkpoint's, not the flag's."""
+    saved = checkpoint_of(warmed_up, 2, tmp_path / "state.pt")
+    for name, taken in (("critic", 2), ("actor", 0)):
+        assert {x.item() for key, x in saved.items() if key.startswith(f"/tensors/{name}_optimizer/") and key.endswith("/step")} == {taken}
+    whole = trained(tiny, made_up, tmp_path / "whole", "--steps", "3")
+    resumed = trained(tiny, made_up, tmp_path / "resumed", "--steps", "3", "--kl.coef", "0.5", after=warmed_up)
+    assert of_training(metrics_of(resumed)[3]) == of_training(metrics_of(whole)[3]) and "actor/loss" in metrics_of(whole)[3]
+    a, b = (checkpoint_of(run, 3, tmp_path / "state.pt") for run in (resumed, whole))
+    assert a.keys() == b.keys() and [name for name in a if not same(a[name], b[name])] == []
+
+
+def test_flags_of_this_start_hold_on_a_resume(tiny: Path, made_up: Path, warmed_up: Path, tmp_path: Path) -> None:
+    decays, more = {"actor": 0.2, "critic": 0.3}, ["--kl.target", "None", "--kl.coef", "0.5"]  # nothing steers it any more
+    for name, decay in decays.items():
+        more += [f"--{name}.{flag}" for flag in (f"weight-decay={decay}", "schedule=linear", "warmup-steps=0", "lr=0.004")]
+        more += [f"--{name}.betas", "0.8", "0.95"]
+    resumed = trained(tiny, made_up, tmp_path / "resumed", "--steps", "4", *more, after=warmed_up)
+    metrics, saved = metrics_of(resumed), checkpoint_of(resumed, 4, tmp_path / "state.pt")
+    assert metrics[3]["kl/coef"] == metrics[4]["kl/coef"] == 0.5
+    for name, decay in decays.items():
+        assert [metrics[step][f"{name}/lr"] for step in (3, 4)] == [pytest.approx(0.001), 0.0]
+        for group in (f"/tensors/{name}_optimizer/param_groups/{i}" for i in (0, 1)):
+            assert (saved[f"{group}/betas/0"], saved[f"{group}/betas/1"]) == (0.8, 0.95)
+            decays_too = saved[f"/tensors/{name}/{saved[f'{group}/params/0']}"].dim() > 1
+            assert saved[f"{group}/weight_decay"] == (decay if decays_too else 0.0)
+
+
 # ---- what ends before the engine starts ----
 
 
 @pytest.fixture
 def alone(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs the script in this process as the only rank, with an engine that says so in place of one that starts; gives its
-    error line."""
+    """Runs the script in this process, with an engine that says so in place of one that starts; gives its error line."""
     import ppo_fsdp_vllm
 
     def engine(*_: Any) -> None:
         raise ValueError("the engine was started")
 
-    def run(*more: str, model: Path | None = None, out: Path | None = None) -> str:
+    def run(*more: str, model: str | Path | None = None, out: Path | None = None) -> str:
         monkeypatch.setattr(ppo_fsdp_vllm, "make_engine", engine)
-        environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-        for name, value in (environment | {"MASTER_PORT": free_port()}).items():
-            monkeypatch.setenv(name, str(value))
         changed = ("--actor.model", str(model)) if model else ()
-        try:
-            code = ends(*flags(tiny, out or tmp_path / "out", *changed, *more))
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        code = in_this_process(*flags(tiny, out or tmp_path / "out", *changed, *more))
         said = capfd.readouterr()
         assert code == 1 and "Traceback" not in said.err, said.err
         text = said.err[said.err.index("error: ") :].strip()
@@ -338,6 +414,43 @@ def test_folder_of_a_run_that_goes_on(alone: Any, tmp_path: Path) -> None:
         assert f"another run is writing into {busy}" in said and "--out" in said
         assert (busy / "args.json").read_text() == "the first run's" and sorted(os.listdir(busy)) == [".lock", "args.json"]
     assert alone(out=busy) == "error: the engine was started"
+
+
+@pytest.mark.parametrize(
+    ("files", "more", "refusal"),
+    [
+        ({"hf/config.json": "{}"}, (), "holds a run without checkpoints, which cannot go on"),
+        ({"metrics.jsonl": "{}\n"}, ("--save.every", "0"), "holds a run without checkpoints, which cannot go on"),
+        ({"metrics.jsonl": "{}\n"}, (), None),  # of a run that died before its first checkpoint
+        ({"metrics.jsonl": ""}, ("--save.every", "0"), None),
+        ({"checkpoints/step_000002/progress.json": "{}", "metrics.jsonl": "{}\n", "hf/config.json": "{}"}, ("--save.every", "0"), None),
+        ({"checkpoints/step_000002/progress.json": "{}"}, ("--rollout-only",), "--rollout-only in"),
+        ({"checkpoints/step_000002/progress.json": "{}"}, ("--save.no-resume",), "holds checkpoints of another run"),
+    ],
+)
+def test_folder_of_an_earlier_run(alone: Any, tmp_path: Path, files: dict[str, str], more: tuple[str, ...], refusal: str | None) -> None:
+    earlier = tmp_path / "earlier"
+    for name, text in files.items():
+        (earlier / name).parent.mkdir(parents=True, exist_ok=True)
+        (earlier / name).write_text(text)
+    said = alone(*more, out=earlier)
+    if refusal is None:
+        assert said == "error: the engine was started"
+    else:
+        assert refusal in said and str(earlier) in said and "another --out" in said
+        assert sorted(str(path.relative_to(earlier)) for path in earlier.rglob("*") if path.is_file()) == sorted(files)
+
+
+def test_model_that_is_no_folder(alone: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[str] = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tiny / "model"))
+    for name in ("/no/such/folder", "./folder", "~/folder", "folder/", "runs/ppo/hf"):
+        said = f"error: model {name!r}: there is no such folder, and no name on the hub looks like that"
+        assert alone(model=name) == alone("--critic.model", name) == said and not asked
+    names = ["gpt2", "Qwen/Qwen2.5-0.5B-Instruct"]
+    assert {alone(model=name, out=tmp_path / name) for name in names} == {"error: the engine was started"} and asked == names
 
 
 def test_model_without_a_tokenizer(alone: Any, model: Path) -> None:
