@@ -3,7 +3,7 @@
 The task is two-digit addition, "27+58=" -> "85". OUT/train.parquet and OUT/test.parquet are in verl's schema, and no pair of
 operands of the test split, in either order, occurs in the train split or in the warm start.
 The model is a Qwen2 of 0.3M parameters that reads characters. PPO cannot learn from answers that are never right, so the model
-is first trained by supervision, on answers to train questions from a careless demonstrator, who carries only three times in ten:
+is first trained by supervision, on answers to train questions from a careless demonstrator, who carries only one time in four:
 27+58 is mostly 75 to it, and 64+72 is 36. The model learns to be as careless: it samples the right answer to about one question
 in three. PPO, which sees no demonstration, only which answers are right, makes it better than its teacher.
 OUT/model is an ordinary Hugging Face folder; OUT/tiny.json, written last, holds the settings: a second call finds it and returns.
@@ -27,7 +27,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 
 OPERANDS = range(10, 100)  # every prompt has the same length, every answer two or three digits
 HELD_OUT_PAIRS = 256  # of 4,095 unordered pairs; some 510 test questions, so a standard error of 1 point at 0.95
-CARRIES = 0.3  # how often the demonstrator carries; greedy decoding then never does, and is right where no carry is due
+CARRIES = 0.25  # how often the demonstrator carries; greedy decoding then never does, and is right where no carry is due
 
 PAD, UNK, SYSTEM, USER, ASSISTANT, END = SPECIAL = ["<|pad|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 CHARACTERS = ["Ġ", *map(chr, range(33, 127)), "Ċ"]  # "Ġ" and "Ċ" are how a byte-level BPE writes space and newline

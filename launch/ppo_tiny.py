@@ -13,7 +13,7 @@ import ppo_fsdp_vllm as ppo  # noqa: E402
 if __name__ == "__main__":
     tiny = "runs/tiny_data"
     ppo.cli(ppo.Args(
-        actor=ppo.ActorArgs(model=f"{tiny}/model", lr=3e-4),
+        actor=ppo.ActorArgs(model=f"{tiny}/model", lr=3e-4, schedule="linear"),
         critic=ppo.CriticArgs(lr=1e-3),
         data=ppo.DataArgs(train=(f"{tiny}/train.parquet",), val=(f"{tiny}/test.parquet",), max_prompt_length=16),
         batch=ppo.BatchArgs(prompts=128, max_tokens=8192),
@@ -22,10 +22,10 @@ if __name__ == "__main__":
         ),
         reward=ppo.RewardArgs(fn="exact", workers=1),
         ppo=ppo.PPOArgs(minibatch_size=32),
-        kl=ppo.KLArgs(where="loss", coef=0.0, kind="k3"),  # only measured
+        kl=ppo.KLArgs(where="loss", coef=0.2, kind="k3+"),  # without it, rewards of no meaning still move the greedy answers
         fsdp=ppo.FSDPArgs(param_dtype="float32"),
         val=ppo.ValArgs(every=5, samples=4),
         save=ppo.SaveArgs(every=20),
         log=ppo.LogArgs(rollouts=True),
-        steps=40,
+        steps=60,
     ))
