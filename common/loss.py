@@ -44,38 +44,26 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: flo
     return advantages, advantages + values.float()
 
 
-def _groups(scores: Tensor, samples: int) -> Tensor:
-    """Scores [N] as [N / samples, samples] fp64, where the mean of equal fp32 numbers is exactly that number."""
-    if samples < 1 or len(scores) % samples:
-        raise ValueError(f"{len(scores)} scores are no whole groups of --rollout.samples {samples}")
-    return scores.float().double().view(-1, samples)
-
-
 @torch.no_grad()
-def group_advantages(scores: Tensor, samples: int, normalise_std: bool) -> Tensor:
+def group_advantages(scores: Tensor, samples: int, normalise_std: bool) -> tuple[Tensor, Tensor]:
     """GRPO: (score - mean) / (std + 1e-6) over the samples of a prompt (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
     The std is unbiased, as verl's. Dr.GRPO (arXiv 2503.20783, section 3.2) does not divide by it: normalise_std False.
 
-    Args: scores [N], the `samples` of a prompt one after another. Returns [N] fp32, detached: exactly 0 in a group whose
-    scores are all equal. A group of 1 has mean 0 and std 1, as verl. Raises ValueError if samples does not divide N.
+    Args: scores [N], the `samples` of a prompt one after another. Returns (advantages [N] fp32, detached; differs [N]
+    bool, the scores of the sequence's group are not all equal). Where they are, the advantage is exactly 0 and teaches
+    nothing. A group of 1 has mean 0 and std 1, as verl, and never differs. Raises ValueError unless samples divides N.
     """
-    groups = _groups(scores, samples)
+    if samples < 1 or len(scores) % samples:
+        raise ValueError(f"{len(scores)} scores are no whole groups of --rollout.samples {samples}")
+    groups = scores.float().double().view(-1, samples)  # in fp64 the mean of equal fp32 numbers is exactly that number
     centred, std = groups, 1.0
     if samples > 1:
         centred = groups - groups.mean(1, keepdim=True)
         std = (centred.square().sum(1, keepdim=True) / (samples - 1)).sqrt()
-    return (centred / (std + 1e-6) if normalise_std else centred).float().flatten()
-
-
-def group_varies(scores: Tensor, samples: int) -> Tensor:
-    """Which sequences belong to a group whose scores differ; the others have advantage 0 and teach nothing.
-
-    DAPO (arXiv 2503.14476, eq. 11) samples further prompts until a batch is full of such groups. Args and raises as
-    `group_advantages`, and a group of 1 does not vary. Returns [N] bool.
-    """
-    groups = _groups(scores, samples)
-    return (groups.amax(1) > groups.amin(1)).repeat_interleave(samples)
+    advantages = centred / (std + 1e-6) if normalise_std else centred
+    differs = groups.amax(1) > groups.amin(1)
+    return advantages.float().flatten(), differs.repeat_interleave(samples)
 
 
 def _centred(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -90,11 +90,13 @@ def group_reference(scores: list[float], samples: int, normalise_std: bool) -> l
 def test_group_advantages_by_hand() -> None:
     # Means 1 and 3; unbiased variances (1 + 1 + 0) / 2 = 1 and (1 + 0 + 1) / 2 = 1.
     scores = torch.tensor([2.0, 0.0, 1.0, 4.0, 3.0, 2.0])
-    assert_close(loss.group_advantages(scores, 3, normalise_std=False), [1, -1, 0, 1, 0, -1])
+    assert_close(loss.group_advantages(scores, 3, normalise_std=False)[0], [1, -1, 0, 1, 0, -1])
     unit = 1 / (1 + 1e-6)
-    assert_close(loss.group_advantages(scores, 3, normalise_std=True), [unit, -unit, 0, unit, 0, -unit])
+    assert_close(loss.group_advantages(scores, 3, normalise_std=True)[0], [unit, -unit, 0, unit, 0, -unit])
     # One right answer of four: mean 1/4, variance (9/16 + 3/16) / 3 = 1/4, so 3/2 and -1/2.
-    assert_close(loss.group_advantages(torch.tensor([0.0, 1.0, 0.0, 0.0]), 4, True), [-0.499999, 1.499997, -0.499999, -0.499999])
+    advantages, differs = loss.group_advantages(torch.tensor([0.0, 1.0, 0.0, 0.0]), 4, normalise_std=True)
+    assert_close(advantages, [-0.499999, 1.499997, -0.499999, -0.499999])
+    assert differs.tolist() == [True] * 4
 
 
 @settings(max_examples=50, deadline=None)
@@ -103,7 +105,8 @@ def test_group_advantages_match_reference(
     groups: int, samples: int, normalise_std: bool, dtype: torch.dtype, seed: int
 ) -> None:
     scores = (2 * randn(seed, groups * samples) + 1).to(dtype).requires_grad_()
-    advantages = loss.group_advantages(scores, samples, normalise_std)
+    advantages, differs = loss.group_advantages(scores, samples, normalise_std)
+    assert differs.tolist() == [samples > 1] * len(scores)
     assert_close(advantages, group_reference(scores.tolist(), samples, normalise_std))
     assert not advantages.requires_grad
 
@@ -114,35 +117,33 @@ def test_group_advantages_match_reference(
 def test_group_of_equal_scores_has_no_advantage(normalise_std: bool, value: float, dtype: torch.dtype) -> None:
     for samples in (2, 3, 7, 16, 1001):
         scores = torch.cat([torch.full((samples,), value, dtype=dtype), torch.arange(samples, dtype=dtype)])
-        equal, unequal = loss.group_advantages(scores, samples, normalise_std).split(samples)
+        advantages, differs = loss.group_advantages(scores, samples, normalise_std)
+        equal, unequal = advantages.split(samples)
         assert equal.tolist() == [0.0] * samples
         assert unequal.any()
-        assert loss.group_varies(scores, samples).tolist() == [False] * samples + [True] * samples
+        assert differs.tolist() == [False] * samples + [True] * samples
 
 
 def test_group_of_one() -> None:
     scores = torch.tensor([2.0, -3.0])
-    assert loss.group_advantages(scores, 1, normalise_std=False).tolist() == [2.0, -3.0]
-    assert_close(loss.group_advantages(scores, 1, normalise_std=True), [2 / (1 + 1e-6), -3 / (1 + 1e-6)])
-    assert loss.group_varies(scores, 1).tolist() == [False, False]
+    for normalise_std, expected in ((False, [2.0, -3.0]), (True, [2 / (1 + 1e-6), -3 / (1 + 1e-6)])):
+        advantages, differs = loss.group_advantages(scores, 1, normalise_std)
+        assert_close(advantages, expected)
+        assert differs.tolist() == [False, False]
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0]), min_size=3, max_size=3), min_size=1, max_size=5))
-def test_group_varies_where_an_advantage_is_not_zero(groups: list[list[float]]) -> None:
-    scores = torch.tensor(groups).flatten()
-    varies = loss.group_varies(scores, 3).view(-1, 3).tolist()
-    assert varies == [[len(set(group)) > 1] * 3 for group in groups]
-    for normalise_std in (False, True):
-        taught = loss.group_advantages(scores, 3, normalise_std).view(-1, 3).any(1).tolist()
-        assert taught == [row[0] for row in varies]
+@given(st.lists(st.lists(st.sampled_from([-1.0, 0.0, 0.1, 0.3]), min_size=3, max_size=3), min_size=1, max_size=5), st.booleans())
+def test_groups_differ_where_an_advantage_is_not_zero(groups: list[list[float]], normalise_std: bool) -> None:
+    advantages, differs = loss.group_advantages(torch.tensor(groups).flatten(), 3, normalise_std)
+    assert differs.view(-1, 3).tolist() == [[len(set(group)) > 1] * 3 for group in groups]
+    assert torch.equal(advantages.view(-1, 3).any(1), differs[::3])
 
 
 @pytest.mark.parametrize("samples", [0, 2, 8])
 def test_groups_must_be_whole(samples: int) -> None:
-    for function in (loss.group_varies, lambda scores, samples: loss.group_advantages(scores, samples, True)):
-        with pytest.raises(ValueError, match=f"5 scores .* --rollout.samples {samples}"):
-            function(torch.zeros(5), samples)
+    with pytest.raises(ValueError, match=f"5 scores .* --rollout.samples {samples}"):
+        loss.group_advantages(torch.zeros(5), samples, normalise_std=True)
 
 
 # ---- whitening and explained variance --------------------------------------------------------------------------------
@@ -655,7 +656,7 @@ def test_losses_as_published_for_any_split(variant: str, mode: str) -> None:
     expected.backward()
 
     weights = loss.token_weights(LENGTHS, mode, None, LIMIT)
-    advantages = loss.group_advantages(scores, 4, normalise_std=True).repeat_interleave(LENGTHS)
+    advantages = loss.group_advantages(scores, 4, normalise_std=True)[0].repeat_interleave(LENGTHS)
     owner = torch.repeat_interleave(LENGTHS)
     for micro_batches in ([[0, 1, 2, 3]], [[0], [1], [2], [3]], [[2, 0], [3, 1]]):
         y, total = logprob.clone().requires_grad_(), torch.tensor(0.0)
