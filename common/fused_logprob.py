@@ -84,9 +84,9 @@ def _parallel_forward(
             chunk = slice(start, start + options.chunk_tokens)
             own[:, chunk] = _chunk_statistics(_logits(hidden[chunk], weight, bias, options), targets[chunk], options.with_entropy)
         own[2].masked_fill_(elsewhere, 0.0)
-    every = own.new_empty(dist.get_world_size(options.group), *own.shape)
+    every = own.new_empty(dist.get_world_size(options.group) * len(own), len(hidden))
     dist.all_gather_into_tensor(every, own, group=options.group)
-    maxima, sums, target_logits, *weighted = every.unbind(1)  # each [ranks, T]
+    maxima, sums, target_logits, *weighted = every.unflatten(0, (-1, len(own))).unbind(1)  # each [ranks, T]
     maximum = maxima.amax(0)
     shift = maxima - maximum
     share = shift.exp()
