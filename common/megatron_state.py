@@ -47,7 +47,7 @@ class MegatronState:
         chunks: the wrapped models, for the schedule. optimizer: Megatron's, a chain of one for dense parameters and, in
             mixtures of experts, one for experts.
     Raises:
-        ValueError: DDP would average gradients.
+        ValueError: DDP would average gradients, or parameters are not all in the config's params_dtype.
     """
 
     def __init__(
@@ -57,6 +57,9 @@ class MegatronState:
         config = models[0].config
         if not config.calculate_per_token_loss:
             raise ValueError("the model's config has calculate_per_token_loss=False, with which DDP averages gradients: set it to True")
+        for name, p in (named for model in models for named in model.named_parameters()):
+            if p.dtype != config.params_dtype:  # Megatron takes one parameter's state for another's where dtypes mix
+                raise ValueError(f"{name} is {p.dtype}, but the config's params_dtype is {config.params_dtype}: build it in that")
         self.vocab_size, self.clip_grad_norm = vocab_size, clip_grad_norm
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         self.chunks: list[Any] = [DistributedDataParallel(config, ddp, model) for model in models]
