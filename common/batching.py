@@ -59,14 +59,22 @@ def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
     return [sorted(indices) for indices in result]
 
 
-def schedule(lengths: Sequence[int], world_size: int, budget: int, hidden_size: int = 4096) -> list[list[list[int]]]:
+def schedule(
+    lengths: Sequence[int], world_size: int, budget: int, hidden_size: int = 4096, *, align: int = 1, multiple: int = 1
+) -> list[list[list[int]]]:
     """Micro-batches of every rank: result[rank][k] lists indices into `lengths`, empty where the rank runs a dummy.
 
     Ranks get nearly equal cost (`balance`), each is packed under `budget` tokens (`pack`), and the rank that needs most
-    micro-batches sets the number for all. Others split their dearest ones until they have as many, which also lowers
-    their peak memory; only a rank with fewer sequences than micro-batches is left with empty lists. `lengths` counts
-    prompt and response tokens of ALL ranks' sequences. Raises ValueError if one exceeds the budget.
+    micro-batches sets the number for all, rounded up to a multiple of `multiple`. Others split their dearest ones until
+    they have as many, which also lowers their peak memory; only a rank with fewer sequences than micro-batches is left
+    with empty lists. `lengths` counts prompt and response tokens of ALL ranks' sequences. Raises ValueError if one
+    exceeds the budget.
+
+    Megatron: a rank is a data-parallel one and `budget` that of its whole context-parallel group; each sequence takes up
+    a multiple of `align` tokens (2 cp tp). `multiple` is the number of pipeline stages: interleaved schedules require
+    it, and others need about as many micro-batches to keep their stages busy. Above 1 it also sets the order.
     """
+    lengths = [-(-length // align) * align for length in lengths]
     costs = [sequence_cost(length, hidden_size) for length in lengths]
 
     def dearest_first(microbatch: list[int]) -> tuple[float, list[int]]:
@@ -76,7 +84,7 @@ def schedule(lengths: Sequence[int], world_size: int, budget: int, hidden_size: 
     for part in balance(costs, world_size):
         bins = pack([lengths[i] for i in part], budget)
         plan.append([[part[j] for j in indices] for indices in bins])
-    count = max(len(microbatches) for microbatches in plan)
+    count = -(-max(len(microbatches) for microbatches in plan) // multiple) * multiple
 
     for microbatches in plan:
         while len(microbatches) < count:
@@ -91,6 +99,10 @@ def schedule(lengths: Sequence[int], world_size: int, budget: int, hidden_size: 
         # Collectives in every layer make ranks wait for each other, so the k-th dearest of all ranks run together; and
         # what could run out of memory comes first. Dummies, of cost 0, come last.
         microbatches.sort(key=dearest_first)
+        if multiple > 1:
+            # A pipeline's stages idle while the first micro-batches fill it and the last ones drain it: small ones there,
+            # the dearest in the middle, as verl. All ranks reorder alike, so the k-th ones still belong together.
+            microbatches[:] = microbatches[::2][::-1] + microbatches[1::2]
     return plan
 
 

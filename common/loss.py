@@ -6,6 +6,9 @@ first). Losses are per token and unreduced: multiply by `token_weights` and sum.
 is verl's (trainer/ppo/core_algos.py).
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,6 +42,28 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: flo
         padded_advantages[:, t] = advantage
     advantages = padded_advantages[row, col]
     return advantages, advantages + values.float()
+
+
+@torch.no_grad()
+def group_advantages(scores: Tensor, samples: int, normalise_std: bool) -> tuple[Tensor, Tensor]:
+    """GRPO: (score - mean) / (std + 1e-6) over the samples of a prompt (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+
+    The std is unbiased, as verl's. Dr.GRPO (arXiv 2503.20783, section 3.2) does not divide by it: normalise_std False.
+
+    Args: scores [N], the `samples` of a prompt one after another. Returns (advantages [N] fp32, detached; differs [N]
+    bool, the scores of the sequence's group are not all equal). Where they are, the advantage is exactly 0 and teaches
+    nothing. A group of 1 has mean 0 and std 1, as verl, and never differs. Raises ValueError unless samples divides N.
+    """
+    if samples < 1 or len(scores) % samples:
+        raise ValueError(f"{len(scores)} scores are no whole groups of --rollout.samples {samples}")
+    groups = scores.float().double().view(-1, samples)  # in fp64 the mean of equal fp32 numbers is exactly that number
+    centred, std = groups, 1.0
+    if samples > 1:
+        centred = groups - groups.mean(1, keepdim=True)
+        std = (centred.square().sum(1, keepdim=True) / (samples - 1)).sqrt()
+    advantages = centred / (std + 1e-6) if normalise_std else centred
+    differs = groups.amax(1) > groups.amin(1)
+    return advantages.float().flatten(), differs.repeat_interleave(samples)
 
 
 def _centred(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -87,14 +112,33 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
 
 
 @torch.no_grad()
-def importance_weights(old_logprob: Tensor, rollout_logprob: Tensor, cap: float) -> Tensor:
-    """Truncated importance weights min(pi_old / pi_rollout, cap), which correct for the engine's own numerics (TIS).
+def importance_weights(old_logprob: Tensor, rollout_logprob: Tensor, cap: float, floor: float | None = None) -> Tensor:
+    """Weights pi_old / pi_rollout, which correct for the engine's own numerics: truncated or masked.
+
+    Without a floor min(ratio, cap) (TIS); with one the ratio inside [floor, cap] and 0 outside (IcePop: Ring-1T, arXiv
+    2510.18855). The loss's denominators still count tokens of weight 0, as in verl.
 
     Args: old_logprob [T] by the trainer and rollout_logprob [T] by the engine, from the same weights; cap > 0, verl's
-    is 2. Returns [T] fp32, detached.
+    is 2 for TIS, its IcePop recipe has [0.5, 5]. Returns [T] fp32, detached.
     """
     logratio = (old_logprob.float() - rollout_logprob.float()).clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
-    return logratio.exp().clamp(max=cap)
+    ratio = logratio.exp()
+    return ratio.clamp(max=cap) if floor is None else ratio.where((ratio >= floor) & (ratio <= cap), 0.0)
+
+
+@torch.no_grad()
+def sequence_means(x: Tensor, sequence: Tensor, lengths: Tensor, reduce: Callable[[Tensor], Any] | None = None) -> Tensor:
+    """The mean of x over the whole of each token's sequence, at that token; of log-ratios it is the log of GSPO's ratio.
+
+    Args: x [T]; sequence [T] int64, the place in `lengths` of each token's sequence, tokens in any order; lengths [N] of
+    the whole sequences. With context parallelism x and sequence are this rank's tokens, lengths are the same on all
+    ranks, and reduce adds an [N] tensor up over them in place, such as partial(dist.all_reduce, group=cp_group).
+    Returns [T] fp32, detached.
+    """
+    sums = x.new_zeros(len(lengths), dtype=torch.float32).index_add_(0, sequence, x.float())
+    if reduce is not None:
+        reduce(sums)
+    return (sums / lengths)[sequence]
 
 
 def policy_loss(
@@ -105,29 +149,50 @@ def policy_loss(
     clip_high: float,
     dual_clip: float | None = None,
     weights: Tensor | None = None,
+    *,
+    sequence_logratio: Tensor | None = None,
+    cispo: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate loss per token (Schulman et al. 2017, arXiv 1707.06347, eq. 7), with an optional dual clip.
 
     The ratio is clipped to [1 - clip_low, 1 + clip_high] (DAPO, arXiv 2503.14476, eq. 10). Where advantages < 0 the
     loss is at most -dual_clip * advantages (Ye et al. 2020, arXiv 1912.09729, eq. 5), with dual_clip > 1, None for off.
 
-    Args: logprob [T] with gradient; old_logprob, advantages [T]; weights [T] or None multiply the loss of each token.
-    Returns (loss [T] fp32, stats), stats of detached [T] tensors: "logratio" fp32, clamped to [-20, 20] as verl;
-    "clipped" bool, the clipped surrogate is the larger loss; "dual_clipped" bool, the dual clip lowered the loss.
-    """
-    logratio = (logprob.float() - old_logprob.float()).clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
-    ratio = logratio.exp()
-    advantages = advantages.float()
-    loss_unclipped = -advantages * ratio
-    loss_clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss = torch.maximum(loss_unclipped, loss_clipped)
-    clipped = loss_clipped > loss_unclipped
+    sequence_logratio makes it GSPO-token (arXiv 2507.18071, eq. 13 and 14): the ratio is sg(s) pi / sg(pi), where sg
+    stops gradients and s = exp(sequence_logratio). Its value and its clip are the sequence's, its gradient the token's
+    own; for equal advantages in a sequence, under "seq-mean-token-mean", it is GSPO (eq. 5). The paper clips with 3e-4
+    and 4e-4; verl has no dual clip here, and caps the log of the ratio at 10.
+    cispo makes it -sg(clip(ratio)) * advantages * logprob (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5): a clip bounds a
+    token's gradient and never stops it. It has no dual clip. The paper sets no lower bound (clip_low 1).
 
-    dual_clipped = torch.zeros_like(clipped)
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
-        dual_clipped = (advantages < 0) & (loss > bound)
-        loss = torch.where(dual_clipped, bound, loss)
+    Args: logprob [T] with gradient; old_logprob, advantages [T]; weights [T] or None multiply the loss of each token;
+    sequence_logratio [T], the `sequence_means` of logprob - old_logprob.
+    Returns (loss [T] fp32, stats), stats of detached [T] tensors: "logratio" fp32, the token's own, clamped to [-20, 20]
+    as verl; "clipped" bool, the clipped surrogate is the larger loss (CISPO: the clip changed the ratio);
+    "dual_clipped" bool, the dual clip lowered the loss.
+    """
+    logprob, advantages = logprob.float(), advantages.float()
+    logratio = (logprob - old_logprob.float()).clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
+    ratio = logratio.exp()
+    if sequence_logratio is not None:
+        # The difference is exactly 0; logprob + sequence_logratio would round what a clip range of 3e-4 measures.
+        straight_through = (logprob - logprob.detach()) + sequence_logratio.detach()
+        ratio = straight_through.clamp(-MAX_LOGRATIO, MAX_LOGRATIO).exp()
+    ratio_clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+
+    dual_clipped = torch.zeros_like(ratio, dtype=torch.bool)
+    if cispo:
+        loss = -advantages * ratio_clipped.detach() * logprob
+        clipped = ratio_clipped != ratio
+    else:
+        loss_unclipped = -advantages * ratio
+        loss_clipped = -advantages * ratio_clipped
+        loss = torch.maximum(loss_unclipped, loss_clipped)
+        clipped = loss_clipped > loss_unclipped
+        if dual_clip is not None:
+            bound = -advantages * dual_clip
+            dual_clipped = (advantages < 0) & (loss > bound)
+            loss = torch.where(dual_clipped, bound, loss)
     if weights is not None:
         loss = loss * weights
     return loss, {"logratio": logratio.detach(), "clipped": clipped, "dual_clipped": dual_clipped}
@@ -149,15 +214,17 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
     return 0.5 * torch.maximum(error, error_clipped), error_clipped > error
 
 
-def token_weights(lengths: Tensor, mode: str, mask: Tensor | None = None) -> Tensor:
+def token_weights(lengths: Tensor, mode: str, mask: Tensor | None = None, max_response_length: int | None = None) -> Tensor:
     """Weights that make (loss * weights).sum(), added over all ranks and micro-batches, the mini-batch's loss.
 
     It then does not depend on how the mini-batch was split.
-    "token-mean" 1 / tokens (DAPO), "seq-mean-token-mean" 1 / (len_i N) (GRPO), "seq-mean-token-sum" 1 / N.
+    "token-mean" 1 / tokens (DAPO), "seq-mean-token-mean" 1 / (len_i N) (GRPO), "seq-mean-token-sum" 1 / N,
+    "seq-mean-token-sum-norm" 1 / (max_response_length N) (Dr.GRPO, arXiv 2503.20783, section 3.2).
 
     Args: lengths [N] of ALL ranks' sequences of the mini-batch; mask [N] bool, sequences where it is False get weight 0
-    and leave the denominators. Returns [T] fp32, all zeros if every sequence is masked. Raises ValueError for a mode
-    not among these three.
+    and leave the denominators; max_response_length in tokens, the same for a whole run, for the last mode only.
+    Returns [T] fp32, all zeros if every sequence is masked. Raises ValueError for a mode not among these four, and for
+    the last one without max_response_length.
     """
     mask = torch.ones_like(lengths, dtype=torch.bool) if mask is None else mask
     num_seqs = mask.sum()
@@ -167,8 +234,13 @@ def token_weights(lengths: Tensor, mode: str, mask: Tensor | None = None) -> Ten
         denominators = lengths * num_seqs
     elif mode == "seq-mean-token-sum":
         denominators = num_seqs.expand_as(lengths)
+    elif mode == "seq-mean-token-sum-norm":
+        if not max_response_length:
+            raise ValueError("aggregation seq-mean-token-sum-norm needs max_response_length, which it divides by")
+        denominators = (num_seqs * max_response_length).expand_as(lengths)
     else:
-        raise ValueError(f"unknown aggregation {mode!r}: choose token-mean, seq-mean-token-mean or seq-mean-token-sum")
+        names = "token-mean, seq-mean-token-mean, seq-mean-token-sum or seq-mean-token-sum-norm"
+        raise ValueError(f"unknown aggregation {mode!r}: choose {names}")
     weights = mask / denominators.clamp(min=1).float()
     return weights.repeat_interleave(lengths)
 

@@ -25,11 +25,11 @@ else
     make_venv=("$python" -m venv --clear .venv)
 fi
 
-# With PyPI's CUDA build of torch .venv takes 6.6 GB, and uv's cache as much again where it cannot be hard-linked.
+# With PyPI's CUDA build of torch .venv takes 6.8 GB, and uv's cache as much again where it cannot be hard-linked.
 free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1024 / 1024) }')
-((free >= 12)) || refuse "needs 12 GB of free disk; $PWD has $free GB."
+((free >= 14)) || refuse "needs 14 GB of free disk; $PWD has $free GB."
 
-echo "setup: making .venv (2.8 GB, about two minutes; with PyPI's CUDA build of torch 6.6 GB and a download of 3 GB)"
+echo "setup: making .venv (3.8 GB, about two minutes; with PyPI's CUDA build of torch 6.8 GB and a download of 3 GB)"
 mkdir -p runs
 log=runs/setup.log
 fail() { rm -f $stamp; refuse "$1 failed: $(grep -m1 -iE '^error' $log || tail -n1 $log) [is a package index reachable? See $log]"; }

@@ -112,6 +112,46 @@ def test_schedule_properties(lengths: list[int], world_size: int, hidden_size: i
     assert (len(plan[0]) - 1) * BUDGET < max(2 * tokens, 1)
 
 
+def test_schedule_for_a_pipeline_by_hand() -> None:
+    # Aligned to 4: 4, 8, 4, 4, 8, of cost 16 and 64 each. LPT: 8(1) -> rank 0, 8(4) -> rank 1, 4(0) -> rank 0, 4(2) ->
+    # rank 1, 4(3) -> rank 0. Budget 12: rank 0 {8, 4}, {4}; rank 1 {8, 4}, which is split.
+    lengths = [3, 5, 1, 4, 8]
+    assert schedule(lengths, 2, 12, hidden_size=0, align=4) == [[[0, 1], [3]], [[4], [2]]]
+    # Three stages: three micro-batches. Rank 0 splits {8, 4}; rank 1 has two sequences, so a dummy. By cost they are
+    # 8(1), 4(0), 4(3) and 8(4), 4(2), -: the second dearest comes last, the third first.
+    assert schedule(lengths, 2, 12, hidden_size=0, align=4, multiple=3) == [[[3], [1], [0]], [[], [4], [2]]]
+
+
+@given(lengths_lists, st.integers(1, 4), st.sampled_from([1, 4, 12, BUDGET]), st.integers(1, 5))
+def test_schedule_for_a_pipeline_properties(lengths: list[int], world_size: int, align: int, multiple: int) -> None:
+    padded = []
+    for length in lengths:
+        while length % align:
+            length += 1
+        padded.append(length)
+    budget = max([BUDGET, *padded])
+    plan = schedule(lengths, world_size, budget, 896, align=align, multiple=multiple)
+    assert plan == schedule(padded, world_size, budget, 896, multiple=multiple)
+    assert all(sum(padded[i] for i in microbatch) <= budget for microbatches in plan for microbatch in microbatches)
+    assert sorted(flat(flat(plan))) == list(range(len(lengths)))
+
+    fewest = len(schedule(padded, world_size, budget, 896)[0])
+    count = len(plan[0])
+    assert count % multiple == 0 and fewest <= count < fewest + multiple
+    assert {len(microbatches) for microbatches in plan} == {count}
+    for microbatches in plan:
+        assert all(microbatches) or all(len(microbatch) <= 1 for microbatch in microbatches)
+    if multiple == 1:
+        return
+    # The same rank by cost at the same place on all ranks: it rises to the dearest and falls again, and no micro-batch
+    # on one side is dearer than the one nearer to the middle on the other side.
+    middle = (count - 1) // 2
+    for microbatches in plan:
+        costs = [sum(sequence_cost(padded[i], 896) for i in microbatch) for microbatch in microbatches]
+        from_the_middle = sorted(range(count), key=lambda k: (abs(k - middle), -k))
+        assert [costs[k] for k in from_the_middle] == sorted(costs, reverse=True)
+
+
 def test_schedule_reports_the_budget_flag() -> None:
     with pytest.raises(ValueError, match=r"--batch\.max-tokens to at least 9"):
         schedule([2, 9, 3], 2, 8, 4096)

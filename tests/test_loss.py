@@ -2,9 +2,12 @@
 
 import math
 import statistics
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +74,76 @@ def test_token_rewards() -> None:
     rewards = loss.token_rewards(torch.tensor([5.0, -1.0, 2.0]), torch.tensor([3, 1, 2]))
     assert rewards.tolist() == [0, 0, 5, -1, 0, 2]
     assert rewards.dtype == torch.float32
+
+
+def group_reference(scores: list[float], samples: int, normalise_std: bool) -> list[float]:
+    """Section 4.1.2, group by group, in fp64."""
+    advantages = []
+    for start in range(0, len(scores), samples):
+        group = scores[start : start + samples]
+        mean = statistics.fmean(group) if samples > 1 else 0.0
+        std = statistics.stdev(group) if samples > 1 else 1.0
+        advantages += [(score - mean) / (std + 1e-6 if normalise_std else 1.0) for score in group]
+    return advantages
+
+
+def test_group_advantages_by_hand() -> None:
+    # Means 1 and 3; unbiased variances (1 + 1 + 0) / 2 = 1 and (1 + 0 + 1) / 2 = 1.
+    scores = torch.tensor([2.0, 0.0, 1.0, 4.0, 3.0, 2.0])
+    assert_close(loss.group_advantages(scores, 3, normalise_std=False)[0], [1, -1, 0, 1, 0, -1])
+    unit = 1 / (1 + 1e-6)
+    assert_close(loss.group_advantages(scores, 3, normalise_std=True)[0], [unit, -unit, 0, unit, 0, -unit])
+    # One right answer of four: mean 1/4, variance (9/16 + 3/16) / 3 = 1/4, so 3/2 and -1/2.
+    advantages, differs = loss.group_advantages(torch.tensor([0.0, 1.0, 0.0, 0.0]), 4, normalise_std=True)
+    assert_close(advantages, [-0.499999, 1.499997, -0.499999, -0.499999])
+    assert differs.tolist() == [True] * 4
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 9), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 1000))
+def test_group_advantages_match_reference(
+    groups: int, samples: int, normalise_std: bool, dtype: torch.dtype, seed: int
+) -> None:
+    scores = (2 * randn(seed, groups * samples) + 1).to(dtype).requires_grad_()
+    advantages, differs = loss.group_advantages(scores, samples, normalise_std)
+    assert differs.tolist() == [samples > 1] * len(scores)
+    assert_close(advantages, group_reference(scores.tolist(), samples, normalise_std))
+    assert not advantages.requires_grad
+
+
+@pytest.mark.parametrize("normalise_std", [False, True])
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1000.1, -3e7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_group_of_equal_scores_has_no_advantage(normalise_std: bool, value: float, dtype: torch.dtype) -> None:
+    for samples in (2, 3, 7, 16, 1001):
+        scores = torch.cat([torch.full((samples,), value, dtype=dtype), torch.arange(samples, dtype=dtype)])
+        advantages, differs = loss.group_advantages(scores, samples, normalise_std)
+        equal, unequal = advantages.split(samples)
+        assert equal.tolist() == [0.0] * samples
+        assert unequal.any()
+        assert differs.tolist() == [False] * samples + [True] * samples
+
+
+def test_group_of_one() -> None:
+    scores = torch.tensor([2.0, -3.0])
+    for normalise_std, expected in ((False, [2.0, -3.0]), (True, [2 / (1 + 1e-6), -3 / (1 + 1e-6)])):
+        advantages, differs = loss.group_advantages(scores, 1, normalise_std)
+        assert_close(advantages, expected)
+        assert differs.tolist() == [False, False]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.sampled_from([-1.0, 0.0, 0.1, 0.3]), min_size=3, max_size=3), min_size=1, max_size=5), st.booleans())
+def test_groups_differ_where_an_advantage_is_not_zero(groups: list[list[float]], normalise_std: bool) -> None:
+    advantages, differs = loss.group_advantages(torch.tensor(groups).flatten(), 3, normalise_std)
+    assert differs.view(-1, 3).tolist() == [[len(set(group)) > 1] * 3 for group in groups]
+    assert torch.equal(advantages.view(-1, 3).any(1), differs[::3])
+
+
+@pytest.mark.parametrize("samples", [0, 2, 8])
+def test_groups_must_be_whole(samples: int) -> None:
+    with pytest.raises(ValueError, match=f"5 scores .* --rollout.samples {samples}"):
+        loss.group_advantages(torch.zeros(5), samples, normalise_std=True)
 
 
 # ---- whitening and explained variance --------------------------------------------------------------------------------
@@ -202,6 +275,26 @@ def test_importance_weights() -> None:
     assert_close(loss.importance_weights(old, rollout, cap=1e12)[3:4], [math.exp(20)])
 
 
+def test_importance_weights_masked_outside_a_range() -> None:
+    ratios = [0.49, 0.5, 1.0, 5.0, 5.1, 1e9]
+    old = torch.tensor(ratios, requires_grad=True).log()
+    weights = loss.importance_weights(old, torch.zeros(6), cap=5.00001, floor=0.49999)
+    assert_close(weights, [0.0, 0.5, 1.0, 5.0, 0.0, 0.0])
+    assert not weights.requires_grad
+    # The bounds belong to the range, and both engines agreeing is inside it.
+    assert loss.importance_weights(torch.zeros(1), torch.zeros(1), cap=1.0, floor=1.0).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_importance_weights_match_reference(dtype: torch.dtype) -> None:
+    old, rollout = randn(0, 200).to(dtype), randn(1, 200).to(dtype)
+    ratios = [math.exp(a - b) for a, b in zip(old.tolist(), rollout.tolist(), strict=True)]
+    assert_close(loss.importance_weights(old, rollout, 2.0), [min(r, 2.0) for r in ratios])
+    masked = [r if 0.5 <= r <= 5.0 else 0.0 for r in ratios]
+    assert_close(loss.importance_weights(old, rollout, 5.0, 0.5), masked)
+    assert 0 < masked.count(0.0) < 200
+
+
 # ---- policy and value losses -----------------------------------------------------------------------------------------
 
 
@@ -272,6 +365,167 @@ def test_policy_loss_survives_any_logratio() -> None:
     assert logprob.grad.isfinite().all()
 
 
+def test_sequence_means_by_hand() -> None:
+    x = torch.tensor([1.0, 2.0, 6.0, 5.0], requires_grad=True)
+    means = loss.sequence_means(x, torch.tensor([1, 1, 1, 0]), torch.tensor([1, 3]))
+    assert means.tolist() == [3.0, 3.0, 3.0, 5.0]
+    assert means.dtype == torch.float32 and not means.requires_grad
+    # A micro-batch without sequences.
+    nothing = torch.empty(0, dtype=torch.int64)
+    assert loss.sequence_means(torch.empty(0), nothing, nothing).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sequence_means_over_context_parallel_ranks(world_size: int, dtype: torch.dtype) -> None:
+    """Of 2 * world_size chunks rank r holds r and the r-th from the end, as Megatron; gloo adds the ranks' sums up."""
+    lengths = torch.tensor([9, 1, 16, 4])
+    x, sequence = randn(0, 30).to(dtype), torch.repeat_interleave(lengths)
+    expected = [statistics.fmean(x[sequence == s].tolist()) for s in sequence.tolist()]
+    assert_close(loss.sequence_means(x, sequence, lengths), expected)
+
+    store, results = dist.HashStore(), {}
+
+    def rank(r: int) -> None:
+        group = dist.ProcessGroupGloo(store, r, world_size)
+        chunks = torch.arange(30).tensor_split(2 * world_size)
+        mine = torch.cat([chunks[r], chunks[-1 - r]])
+        means = loss.sequence_means(x[mine], sequence[mine], lengths, lambda sums: group.allreduce([sums]).wait())
+        results.update(zip(mine.tolist(), means.tolist(), strict=True))
+
+    threads = [threading.Thread(target=rank, args=(r,)) for r in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert_close(torch.tensor([results[i] for i in range(30)]), expected)
+
+
+Losses = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def gspo(logprob: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, low: float, high: float, **options) -> Losses:
+    means = loss.sequence_means(logprob.detach() - old, torch.repeat_interleave(LENGTHS), LENGTHS)
+    return loss.policy_loss(logprob, old, advantages, low, high, sequence_logratio=means, **options)
+
+
+def cispo(logprob: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, low: float, high: float, **options) -> Losses:
+    return loss.policy_loss(logprob, old, advantages, low, high, cispo=True, **options)
+
+
+def near(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs, old ones) whose sequence ratios of the four LENGTHS lie on both sides of a range of +-0.1."""
+    old = -randn(seed).abs() - 1
+    shift = torch.tensor([0.2, -0.2, 0.03, -0.03]).repeat_interleave(LENGTHS)
+    return old + shift + 0.02 * randn(seed + 1), old
+
+
+def test_gspo_by_hand() -> None:
+    # Two sequences, of ratios exp((.1 + .3) / 2) = exp(.2) and exp(-.2), clipped to [.9, 1.1].
+    logprob, old = torch.tensor([0.1, 0.3, -0.2]).requires_grad_(), torch.zeros(3)
+    means = loss.sequence_means(logprob.detach() - old, torch.tensor([0, 0, 1]), torch.tensor([2, 1]))
+    for advantage, values, slopes in (
+        (1.0, [-1.1, -1.1, -math.exp(-0.2)], [0.0, 0.0, -math.exp(-0.2)]),
+        (-1.0, [math.exp(0.2), math.exp(0.2), 0.9], [math.exp(0.2), math.exp(0.2), 0.0]),
+    ):
+        logprob.grad = None
+        actual, stats = loss.policy_loss(logprob, old, torch.full((3,), advantage), 0.1, 0.1, sequence_logratio=means)
+        actual.sum().backward()
+        assert_close(actual, values)
+        assert_close(logprob.grad, slopes)  # each token's own: -A s, not -A s / length
+        assert stats["clipped"].tolist() == [slope == 0.0 for slope in slopes]
+        assert_close(stats["logratio"], [0.1, 0.3, -0.2])
+
+
+def test_cispo_by_hand() -> None:
+    # Ratios 2, 0.5 and 1 clipped to [0.8, 1.3]; log-probs log 2, log .5, 0 after old ones of 0. The gradient never stops.
+    logprob = torch.tensor([2.0, 0.5, 1.0]).log().requires_grad_()
+    actual, stats = cispo(logprob, torch.zeros(3), torch.tensor([1.0, -2.0, 3.0]), 0.2, 0.3)
+    actual.sum().backward()
+    assert_close(actual, [-1.3 * math.log(2), 1.6 * math.log(0.5), 0.0])
+    assert_close(logprob.grad, [-1.3, 1.6, -3.0])
+    assert stats["clipped"].tolist() == [True, True, False] and not stats["dual_clipped"].any()
+    # No lower bound at clip_low 1, and a dual clip changes nothing.
+    actual, stats = cispo(logprob, torch.zeros(3), torch.tensor([1.0, -2.0, 3.0]), 1.0, 0.3, dual_clip=1.1)
+    assert_close(actual, [-1.3 * math.log(2), 1.0 * math.log(0.5), 0.0])
+    assert stats["clipped"].tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("variant", [gspo, cispo])
+def test_gradients_are_finite_differences_with_what_is_stopped_held_fixed(variant: Callable[..., Losses]) -> None:
+    """Stop-gradient means: at x0, differentiate x -> f(x, stopped parts at x0). In Python, fp64, one token at a time."""
+    logprob, old = near(0)
+    advantages, low, high = randn(2), 0.1, 0.1
+    x0, olds, adv = logprob.double().tolist(), old.double().tolist(), advantages.double().tolist()
+    starts = [0, 3, 4, 11, 13]
+    log_s = [
+        statistics.fmean([x0[t] - olds[t] for t in range(a, b)]) for a, b in zip(starts, starts[1:], strict=False)
+        for t in range(a, b)
+    ]
+
+    def f(t: int, x: float) -> float:
+        if variant is cispo:
+            return -min(max(math.exp(x0[t] - olds[t]), 1 - low), 1 + high) * adv[t] * x
+        ratio = math.exp(log_s[t]) * math.exp(x) / math.exp(x0[t])
+        return -min(ratio * adv[t], min(max(ratio, 1 - low), 1 + high) * adv[t])
+
+    logprob.requires_grad_()
+    actual, stats = variant(logprob, old, advantages, low, high)
+    actual.sum().backward()
+    assert_close(actual, [f(t, x) for t, x in enumerate(x0)])
+    # Central differences in fp64: their error is of order step^2 = 1e-10.
+    assert_close(logprob.grad, [(f(t, x + 1e-5) - f(t, x - 1e-5)) / 2e-5 for t, x in enumerate(x0)])
+    assert 0 < stats["clipped"].sum() < 13
+
+
+@pytest.mark.parametrize("clip", [0.1, 3e-4])
+def test_gspo_token_is_gspo_for_one_advantage_a_sequence(clip: float) -> None:
+    """Equation 5 with the ratio of equation 7, differentiated through the mean, has the value and gradient of GSPO-token."""
+    logprob, old = near(0)
+    per_sequence = torch.tensor([1.0, 2.0, 0.5, -3.0])
+    weights = loss.token_weights(LENGTHS, "seq-mean-token-mean")
+    a, b = logprob.clone().requires_grad_(), logprob.clone().requires_grad_()
+    actual = gspo(a, old, per_sequence.repeat_interleave(LENGTHS), clip, clip, weights=weights)[0].sum()
+    actual.backward()
+
+    s = torch.stack([x.mean() for x in (b - old).split(LENGTHS.tolist())]).exp()
+    objective = torch.minimum(s * per_sequence, s.clamp(1 - clip, 1 + clip) * per_sequence).mean()
+    (-objective).backward()
+    torch.testing.assert_close(actual, -objective, **FP32)
+    torch.testing.assert_close(a.grad, b.grad, **FP32)
+    assert b.grad.any() and not b.grad.all()
+
+
+def test_gspo_keeps_the_digits_that_its_clip_range_needs() -> None:
+    # Log-probs of -17: fp32 numbers there are 2e-6 apart, of which a clip range of 3e-4 holds 160.
+    logprob, s = torch.full((1000,), -17.123456), torch.linspace(-6e-4, 6e-4, 1000)
+    actual, _ = loss.policy_loss(logprob, logprob, torch.full((1000,), -1.0), 1.0, 1.0, sequence_logratio=s)
+    torch.testing.assert_close(actual, s.exp(), rtol=2e-7, atol=0.0)
+    _, stats = loss.policy_loss(logprob, logprob, torch.ones(1000), 3e-4, 4e-4, sequence_logratio=s)
+    assert stats["clipped"].tolist() == [x > math.log1p(4e-4) for x in s.tolist()]
+
+
+@pytest.mark.parametrize("variant", [gspo, cispo])
+def test_variants_of_the_same_policy_are_the_policy_gradient(variant: Callable[..., Losses]) -> None:
+    logprob, advantages = (10 * randn(0)).requires_grad_(), randn(1)
+    actual, stats = variant(logprob, logprob.detach().clone(), advantages, 0.0, 0.0)
+    actual.sum().backward()
+    assert torch.equal(logprob.grad, -advantages)
+    assert not stats["logratio"].any() and not stats["clipped"].any()
+    if variant is gspo:
+        assert torch.equal(actual, -advantages)
+
+
+@pytest.mark.parametrize("variant", [gspo, cispo])
+def test_variants_survive_any_logratio(variant: Callable[..., Losses]) -> None:
+    logprob = torch.linspace(-1000, 0, 13).requires_grad_()
+    for old in (torch.zeros(13), torch.full((13,), -1000.0)):
+        actual, _ = variant(logprob, old, torch.full((13,), -1.0), 0.2, 0.2)
+        logprob.grad = None
+        actual.sum().backward()
+        assert actual.isfinite().all() and logprob.grad.isfinite().all()
+
+
 def test_value_loss_by_hand() -> None:
     values, old = torch.tensor([2.0, 2.0, 0.1, -3.0]), torch.zeros(4)
     returns = torch.tensor([0.0, 3.0, 1.0, -4.0])
@@ -306,15 +560,20 @@ def test_value_loss_counts_nothing_inside_the_range() -> None:
 # ---- aggregation -----------------------------------------------------------------------------------------------------
 
 
+LIMIT = 9  # tokens of the longest response that could be
+
+
 def aggregate_reference(per_token: list[list[float]], mode: str) -> float:
     """Means spelled out over the kept sequences' lists."""
     if mode == "token-mean":
         return statistics.fmean([x for sequence in per_token for x in sequence])
+    if mode == "seq-mean-token-sum-norm":
+        return statistics.fmean([sum(sequence) / LIMIT for sequence in per_token])
     reduce = statistics.fmean if mode == "seq-mean-token-mean" else sum
     return statistics.fmean([reduce(sequence) for sequence in per_token])
 
 
-MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
 def test_token_weights_by_hand() -> None:
@@ -322,6 +581,8 @@ def test_token_weights_by_hand() -> None:
     assert_close(loss.token_weights(lengths, "token-mean", mask), [0.2, 0.2, 0.0, 0.2, 0.2, 0.2])
     assert_close(loss.token_weights(lengths, "seq-mean-token-mean", mask), [1 / 4, 1 / 4, 0.0, 1 / 6, 1 / 6, 1 / 6])
     assert_close(loss.token_weights(lengths, "seq-mean-token-sum", mask), [0.5, 0.5, 0.0, 0.5, 0.5, 0.5])
+    weights = loss.token_weights(lengths, "seq-mean-token-sum-norm", mask, max_response_length=5)
+    assert_close(weights, [0.1, 0.1, 0.0, 0.1, 0.1, 0.1])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -330,7 +591,7 @@ def test_token_weights_match_reference_for_any_split(mode: str, keep: list[int])
     mask = torch.tensor(keep, dtype=torch.bool)
     sequences = randn(0).split(LENGTHS.tolist())
     expected = aggregate_reference([x.tolist() for x, kept in zip(sequences, keep, strict=True) if kept], mode)
-    weights = loss.token_weights(LENGTHS, mode, mask).split(LENGTHS.tolist())
+    weights = loss.token_weights(LENGTHS, mode, mask, LIMIT).split(LENGTHS.tolist())
     for micro_batches in ([[0, 1, 2, 3]], [[0], [1], [2], [3]], [[2, 0], [3, 1]]):
         total = sum((sequences[i] * weights[i]).sum() for batch in micro_batches for i in batch)
         assert_close(total, expected)
@@ -338,14 +599,80 @@ def test_token_weights_match_reference_for_any_split(mode: str, keep: list[int])
 
 @pytest.mark.parametrize("mode", MODES)
 def test_token_weights_of_no_mask_and_of_all_masked(mode: str) -> None:
-    everything = loss.token_weights(LENGTHS, mode, torch.ones(4, dtype=torch.bool))
-    assert torch.equal(loss.token_weights(LENGTHS, mode), everything)
-    assert loss.token_weights(LENGTHS, mode, torch.zeros(4, dtype=torch.bool)).tolist() == [0.0] * 13
+    everything = loss.token_weights(LENGTHS, mode, torch.ones(4, dtype=torch.bool), LIMIT)
+    assert torch.equal(loss.token_weights(LENGTHS, mode, None, LIMIT), everything)
+    assert loss.token_weights(LENGTHS, mode, torch.zeros(4, dtype=torch.bool), LIMIT).tolist() == [0.0] * 13
 
 
 def test_token_weights_reject_unknown_modes() -> None:
     with pytest.raises(ValueError, match="'mean'"):
         loss.token_weights(LENGTHS, "mean")
+    with pytest.raises(ValueError, match="seq-mean-token-sum-norm needs max_response_length"):
+        loss.token_weights(LENGTHS, "seq-mean-token-sum-norm")
+
+
+# ---- whole losses as verl and TRL write them: padded [N, L] with a response mask --------------------------------------
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(x.split(LENGTHS.tolist()), batch_first=True)
+
+
+def published_per_token(variant: str, x: torch.Tensor, old: torch.Tensor, a: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """verl's compute_policy_loss_vanilla, _gspo and _cispo before aggregation, without clamps of the log-ratio."""
+    low, high = 0.1, 0.15
+    ratio = torch.exp(x - old)
+    if variant == "cispo":
+        return -ratio.clamp(1 - low, 1 + high).detach() * a * x
+    if variant == "gspo":
+        mean = ((x - old) * mask).sum(-1) / mask.sum(-1)
+        ratio = torch.exp(x - x.detach() + mean.detach()[:, None])
+    return -torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
+
+
+def published_aggregate(mode: str, per_token: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """verl's agg_loss. TRL calls these dapo (or bnpo), grpo, none, and dr_grpo."""
+    match mode:
+        case "token-mean":
+            return (per_token * mask).sum() / mask.sum()
+        case "seq-mean-token-mean":
+            return ((per_token * mask).sum(-1) / mask.sum(-1)).mean()
+        case "seq-mean-token-sum":
+            return (per_token * mask).sum(-1).mean()
+    return (per_token * mask).sum() / (len(mask) * LIMIT)
+
+
+@pytest.mark.parametrize("variant", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_as_published_for_any_split(variant: str, mode: str) -> None:
+    logprob, old = near(5)
+    # Advantages of one group of four; the published one divides by the unbiased std too, TRL with 1e-4 for 1e-6.
+    scores = torch.tensor([1.0, 0.0, 0.25, 1.0])
+    per_sequence = (scores - scores.mean()) / (scores.std() + 1e-6)
+    mask = padded(torch.ones(13))
+    x = logprob.clone().requires_grad_()
+    per_token = published_per_token(variant, padded(x), padded(old), per_sequence[:, None], mask)
+    expected = published_aggregate(mode, per_token, mask)
+    expected.backward()
+
+    weights = loss.token_weights(LENGTHS, mode, None, LIMIT)
+    advantages = loss.group_advantages(scores, 4, normalise_std=True)[0].repeat_interleave(LENGTHS)
+    owner = torch.repeat_interleave(LENGTHS)
+    for micro_batches in ([[0, 1, 2, 3]], [[0], [1], [2], [3]], [[2, 0], [3, 1]]):
+        y, total = logprob.clone().requires_grad_(), torch.tensor(0.0)
+        for batch in micro_batches:
+            index = torch.cat([(owner == i).nonzero().squeeze(1) for i in batch])
+            mine, means = y[index], None
+            if variant == "gspo":
+                place = torch.arange(len(batch)).repeat_interleave(LENGTHS[batch])
+                means = loss.sequence_means(mine - old[index], place, LENGTHS[batch])
+            values, _ = loss.policy_loss(
+                mine, old[index], advantages[index], 0.1, 0.15, sequence_logratio=means, cispo=variant == "cispo"
+            )
+            total = total + (values * weights[index]).sum()
+        total.backward()
+        torch.testing.assert_close(total, expected, **FP32)
+        torch.testing.assert_close(y.grad, x.grad, **FP32)
 
 
 # ---- KL controller ---------------------------------------------------------------------------------------------------
