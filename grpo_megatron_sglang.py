@@ -62,9 +62,10 @@ from common.data import Prompt, Sampler, load_prompts
 from common.fused_logprob import linear_logprob
 from common.loss import group_advantages, importance_weights, kl_penalty, policy_loss, sequence_means, token_weights
 from common.megatron_hf import build_model, head_weight, load_hf, transformer_config
+from common.megatron_reshard import megatron_buckets, megatron_plan
 from common.megatron_state import MegatronState
 from common.metrics import MetricsLog, Phases, memory_metrics, peak_flops, profiled
-from common.reshard import megatron_buckets, push_to_sglang
+from common.reshard import push_to_sglang
 from common.rewards import Reward, RewardPool, overlong_penalty
 
 EXIT_STOPPED = 85  # after SIGTERM or SIGINT: tells a launcher to start the run again, not that it failed
@@ -472,6 +473,7 @@ class Policy:
         a = args.actor
         self.state = MegatronState(self.models, hf.vocab_size, a.lr, a.weight_decay, a.betas, a.clip_grad_norm)
         self.chunks = self.state.chunks
+        self.plan = megatron_plan(self.models, hf)
         self.expert_tokens = torch.zeros(0)
         if hf_experts := getattr(hf, "num_experts", None):
             self.count_expert_tokens(hf_experts)
@@ -758,15 +760,11 @@ def actor_loss(
     return loss, {"loss": loss} | {name: (x * t["mean_weights"]).sum() for name, x in means.items()}
 
 
-def update(policy: Policy, batch: Batch, plan: list[list[list[int]]], tokens: dict[str, Tensor]) -> dict[str, float]:
-    """One optimizer step on one mini-batch, micro-batch by micro-batch. Collective.
+def backward(policy: Policy, batch: Batch, plan: list[list[list[int]]], tokens: dict[str, Tensor]) -> dict[str, float]:
+    """The gradients of one mini-batch, added up over its micro-batches and all ranks, and the numbers to log. Collective.
 
     Args:
         plan: the mini-batch's micro-batches, by data-parallel rank. tokens: see `actor_loss`.
-    Returns:
-        the loss, the gradient's norm before clipping, and the logged means.
-    Raises:
-        FloatingPointError: the loss or the norm is not finite; on every rank, before the step.
     """
     micros = [pack_micro(batch, sequences, policy) for sequences in plan[policy.dp_rank]]
     # Megatron divides gradients by the number of tokens that `finish` reports, summed over micro-batches and ranks; it is what a
@@ -783,11 +781,22 @@ def update(policy: Policy, batch: Batch, plan: list[list[list[int]]], tokens: di
         return loss * total, torch.tensor(count, dtype=torch.int32, device=hidden.device), {}
 
     policy.run(micros, finish, forward_only=False)
-    norm = policy.state.grad_norm()
     dist.all_reduce(sums)
-    result = dict(zip(MEANS, sums.tolist(), strict=True)) | {"grad_norm": norm}
-    if not (math.isfinite(result["loss"]) and math.isfinite(result["grad_norm"])):
-        raise FloatingPointError(f"loss {result['loss']}, gradient norm {result['grad_norm']}")
+    return dict(zip(MEANS, sums.tolist(), strict=True))
+
+
+def update(policy: Policy, batch: Batch, plan: list[list[list[int]]], tokens: dict[str, Tensor]) -> dict[str, float]:
+    """One optimizer step on one mini-batch; arguments as for `backward`. Collective.
+
+    Returns:
+        the loss, the gradient's norm before clipping, and the logged means.
+    Raises:
+        FloatingPointError: the loss or the norm is not finite; on every rank, before the step.
+    """
+    result = backward(policy, batch, plan, tokens)
+    result["grad_norm"] = norm = policy.state.grad_norm()
+    if not (math.isfinite(result["loss"]) and math.isfinite(norm)):
+        raise FloatingPointError(f"loss {result['loss']}, gradient norm {norm}")
     policy.state.step(norm)
     return result
 
@@ -880,9 +889,7 @@ class Rollout:
         """The policy's weights into the engine, which ends awake. On CUDA the KV cache comes back only after the buckets are gone."""
         self.wake(["weights"])
         start = time.perf_counter()
-        buckets = megatron_buckets(
-            policy.models, self.config, DTYPES[self.args.rollout.dtype], self.args.rollout.bucket_mb * 2**20, self.device
-        )
+        buckets = megatron_buckets(policy.plan, DTYPES[self.args.rollout.dtype], self.args.rollout.bucket_mb * 2**20, self.device)
         nbytes = push_to_sglang(self.engine, buckets, self.ranks)
         seconds = time.perf_counter() - start
         self.wake(["kv_cache"])
@@ -1433,7 +1440,7 @@ def main(args: Args) -> int:
                 rollout.sleep()
             with on_device["params"]:
                 dtype = config.dtype = DTYPES[args.rollout.dtype]
-                buckets = megatron_buckets(policy.models, config, dtype, args.rollout.bucket_mb * 2**20, device)
+                buckets = megatron_buckets(policy.plan, dtype, args.rollout.bucket_mb * 2**20, device)
                 generation = read_generation_config(folder, config)
                 generation.eos_token_id = eos_ids(folder, config, tokenizer)  # so that it stops where it was trained to
                 checkpoint.export_hf(os.path.join(args.out, "hf"), buckets, config, tokenizer, generation)
