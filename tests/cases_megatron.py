@@ -38,7 +38,7 @@ HF: dict[str, PretrainedConfig] = {
 DENSE, EXPERTS = ("llama", "qwen2", "qwen3"), ("moe", "moe_raw")
 # Flags of --megatron; what is left of the ranks is data parallel.
 TP, PP, CP, EP = ({f"{name}_parallel_size": 2} for name in ("tensor", "pipeline", "context", "expert"))
-VPP, NO_SP, ETP = {**PP, "virtual_pipeline_size": 2}, {**TP, "sequence_parallel": False}, {**TP, "expert_tensor_parallel_size": 2}
+VPP, NO_SP = {**PP, "virtual_pipeline_size": 2}, {**TP, "sequence_parallel": False}
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     1: [(kind, {}) for kind in HF] + [("llama", FULL), ("moe", SELECTIVE)],
@@ -51,7 +51,7 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("qwen2", TP), ("qwen3", TP | PP), ("qwen2", TP | VPP), ("llama", TP | CP), ("qwen2", PP | CP), ("llama", CP), ("qwen2", PP),
         ("moe", EP), ("moe", TP | EP), ("moe", TP | PP), ("moe_raw", PP | EP), ("moe", CP | EP),
     ],
-    8: [("qwen2", TP | PP | CP), ("moe", PP | CP | EP), ("moe", TP | PP | EP), ("moe", ETP | EP)],
+    8: [("qwen2", TP | PP | CP), ("moe", PP | CP | EP), ("moe", TP | PP | EP)],
 }
 
 
@@ -83,9 +83,9 @@ def folder_of(kind: str) -> str:
 
 def start(kind: str, flags: dict[str, Any]) -> grpo.Policy:
     args = grpo.Args(
-        actor=grpo.ActorArgs(model="made here"), data=grpo.DataArgs(train=("made here",), max_prompt_length=12), batch=grpo.BatchArgs(prompts=6, max_tokens=48),
+        actor=grpo.ActorArgs(model="made here"), data=grpo.DataArgs(train=("made here",), max_prompt_length=12), batch=grpo.BatchArgs(prompts=12, max_tokens=48),
         rollout=grpo.RolloutArgs(samples=2, temperature=0.8, dtype="float32", max_response_length=32),
-        megatron=grpo.MegatronArgs(param_dtype="float32", **flags), grpo=grpo.GRPOArgs(minibatch_size=6), kl=grpo.KLArgs(coef=0.1),
+        megatron=grpo.MegatronArgs(param_dtype="float32", **flags), grpo=grpo.GRPOArgs(minibatch_size=12), kl=grpo.KLArgs(coef=0.1),
     )
     m = args.megatron
     grpo.check(args, HF[kind], WORLD)
@@ -137,8 +137,8 @@ def hf_logprobs(kind: str, batch: grpo.Batch) -> Tensor:
 
 
 OPTIONS = {
-    "token": dict(minibatch_size=6),
-    "sequence": dict(minibatch_size=6, ratio="sequence", loss_agg="seq-mean-token-mean", mismatch="off"),
+    "token": dict(minibatch_size=12),
+    "sequence": dict(minibatch_size=12, ratio="sequence", loss_agg="seq-mean-token-mean", mismatch="off"),
 }
 
 
