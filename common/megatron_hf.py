@@ -106,7 +106,7 @@ def transformer_config(hf: PretrainedConfig, **layout: Any) -> TransformerConfig
         normalization="RMSNorm", layernorm_epsilon=hf.rms_norm_eps, activation_func=F.silu, gated_linear_unit=True,
         add_bias_linear=False, add_qkv_bias=hf.model_type == "qwen2", qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
         hidden_dropout=0.0, attention_dropout=0.0,  # with dropout the same policy would give two different log-probs
-        bf16=dtype == torch.bfloat16, pipeline_dtype=dtype, perform_initialization=False,  # `load_hf` writes every element
+        bf16=dtype == torch.bfloat16, pipeline_dtype=dtype,
         variable_seq_lengths=True, moe_token_dispatcher_type="alltoall",  # "allgather" refuses them, in dense models too
         # Kernels of apex or Transformer Engine that are not there without them.
         gradient_accumulation_fusion=False, persist_layer_norm=False, apply_rope_fusion=False, masked_softmax_fusion=False,
@@ -146,8 +146,8 @@ class HiddenStates(GPTModel):
 
 
 def build_model(hf: PretrainedConfig, config: TransformerConfig) -> list[nn.Module]:
-    """This rank's stage of the pipeline on its device, with what memory held: a chunk for each virtual stage. Uses Megatron's groups,
-    which must have been made. Transformer Engine's layers where that is installed, else Megatron's own with MegatronAttention."""
+    """This rank's stage of the pipeline on its device, with random weights: a chunk for each virtual stage. Uses Megatron's groups
+    and generators, which must have been made. Transformer Engine's layers where that is installed, else Megatron's own with MegatronAttention."""
     chunks: list[nn.Module] = []
     for stage in range(config.virtual_pipeline_model_parallel_size or 1):
         virtual = stage if config.virtual_pipeline_model_parallel_size else None

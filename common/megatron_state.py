@@ -126,7 +126,9 @@ class MegatronState:
         return Swapped(self.weight_shards, *self.chunks, *(part.optimizer for part in self.parts), refill=self.gather_weights)
 
     def weight_shards(self) -> list[Tensor]:
-        """This rank's shard of each bucket, [numel] in the model's dtype."""
+        """This rank's shard of each bucket, [numel] in the model's dtype. Raises RuntimeError while they are parked."""
+        if not all(buffer.param_data.untyped_storage().nbytes() for buffer in self.buffers):
+            raise RuntimeError("these weights wait on the host: enter their Parked before using them")
         groups = ((b.data_parallel_group, bucket.param_data) for b in self.buffers for bucket in b.buckets)
         return [data.view(group.size(), -1)[group.rank()] for group, data in groups]
 

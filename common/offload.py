@@ -119,10 +119,7 @@ class Swapped:
             _before_use(owner, self._refuse)
 
     def _swap(self) -> None:
-        tensors = list(self.tensors())
-        if not all(t.untyped_storage().nbytes() for t in tensors if t.numel()):
-            raise RuntimeError("these weights wait on the host: enter their Parked before their Swapped")
-        for whole, host_whole in _placed([t.view(torch.uint8) for t in tensors], self.arena)[1]:
+        for whole, host_whole in _placed([t.view(torch.uint8) for t in self.tensors()], self.arena)[1]:
             for device, host in zip(whole.split(self.BLOCK), host_whole.split(self.BLOCK), strict=True):
                 before = device.clone()
                 device.copy_(host, non_blocking=True)

@@ -13,6 +13,7 @@ import tempfile
 from datetime import timedelta
 from typing import Any
 
+import launch.cpu_engines.megatron  # noqa: F401  before megatron
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
