@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 import grpo_megatron_sglang as grpo
-from common.megatron_hf import VOCABULARY, local_weights
+from common.megatron_hf import TABLE, TRANSFORMER_ENGINE_NAMES, VOCABULARY, local_weights, part_rows, split, table_key
 from common.megatron_reshard import megatron_buckets
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -228,3 +228,33 @@ def case_every_layout_is_hugging_faces():
             for shard, before in zip(policy.state.weight_shards(), start_weights, strict=True):
                 shard.copy_(before)
             policy.state.gather_weights()
+
+
+def case_names_and_layouts_are_mbridges():
+    """mbridge is written for Transformer Engine's spec: our parameters, under the names that they would have there, become in its hands
+    what they become in ours."""
+    if WORLD > 1:
+        return
+    from mbridge.core.bridge import _MODEL_REGISTRY
+
+    seen = set()
+    for kind, hf in HF.items():
+        policy, bridge = start(kind, {}), _MODEL_REGISTRY[hf.model_type](hf, dtype=torch.float32)
+        names = [name for model in policy.models for name, _ in model.named_parameters()]
+        for name, (weight, parameter) in zip(names, local_weights(policy.models, hf), strict=True):
+            key, numbers = table_key(name)
+            fused = key
+            for engine, local in TRANSFORMER_ENGINE_NAMES.items():
+                if not (hf.model_type == "qwen3_moe" and "pre_mlp_layernorm" in local):  # the router comes between
+                    fused = fused.replace(local, engine)
+            assert table_key(fused.format(**numbers)) == (key, numbers), fused
+            if key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                assert [bridge._DIRECT_MAPPING[key]] == list(weight.hf_names)
+                continue
+            found_names, found = bridge._weight_to_hf_format(fused.format(**numbers), parameter.detach())
+            rows = part_rows(weight, parameter, hf)
+            expected_parts = split(parameter.detach(), rows, hf.num_key_value_heads)
+            assert list(found_names) == list(weight.hf_names), (fused, found_names, weight.hf_names)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected_parts, strict=True)), fused
+            seen.add(key)
+    assert seen == TABLE.keys() - {"embedding.word_embeddings.weight", "output_layer.weight"}, TABLE.keys() - seen

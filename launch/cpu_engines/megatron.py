@@ -9,12 +9,14 @@ and so does every tensor's is_cuda.
 
 import contextlib
 import logging
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of what only CUDA can do
 CPU = torch.device("cpu")
 
 
