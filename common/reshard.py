@@ -1,17 +1,21 @@
 """Training weights -> full tensors under their Hugging Face names, bucket by bucket -> the rollout engine in this process.
 
-Callers: the FSDP scripts (`fsdp_buckets`, `push_to_vllm`) and checkpoint.export_hf, which writes the same buckets to disk.
+Callers: the FSDP scripts (`fsdp_buckets`, `push_to_vllm`), the Megatron scripts (`tensor_names`, `push_to_sglang`; their buckets come
+from megatron_reshard.py) and checkpoint.export_hf, which writes the same buckets to disk.
 
 Bytes: a bucket of B bytes costs one local buffer of B / shards, one gathered buffer of B and the full tensors cut from
 it, another B; so two buckets live at a time, and no rank ever holds a second full model beside the engine's own copy.
 """
 
+import os
+import time
 from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -164,3 +168,80 @@ def push_to_vllm(llm: Any, buckets: Iterable[NamedTensors], mode: str) -> int:
         raise RuntimeError(f"weight sync did not bring these to the engine: {sorted(missing)}")
     llm.reset_prefix_cache()
     return nbytes
+
+
+def tensor_names(folder: str, tied: bool) -> set[str]:
+    """What SGLang reads of a folder's safetensors. A model that transformers builds would name the experts otherwise (it fuses them in
+    memory), and SGLang's own parameters are fused and split over its processes. `tied`: a head is the embedding, and if a file has one
+    it is not read; neither is what old files keep of rotary embeddings."""
+    names: set[str] = set()
+    for file in os.listdir(folder):
+        if file.endswith(".safetensors"):
+            with safe_open(os.path.join(folder, file), framework="pt") as tensors:
+                names.update(tensors.keys())
+    return {n for n in names if not n.endswith("rotary_emb.inv_freq") and not (tied and n == "lm_head.weight")}
+
+
+def push_to_sglang(engine: Any, buckets: Iterable[NamedTensors], ranks: dist.ProcessGroup, names: set[str]) -> int:
+    """Write every weight into an engine whose processes live beside `ranks`, the i-th tensor-parallel one on the device of the i-th
+    rank, and empty its prefix cache, whose entries belong to the old weights. Collective over `ranks`.
+
+    A bucket is copied into one flat buffer on each rank; the engine's process there maps it (CUDA IPC; on a CPU shared memory), and
+    the buffer is freed when all have read it. So at most two buckets live on a device: while it is made, the bucket and its copy.
+
+    Args:
+        engine: sglang.Engine on the first of `ranks`, elsewhere None. buckets: on each rank the same full tensors; consumed to the end.
+        names: from `tensor_names`. SGLang answers "Success" to names that it does not know, and does not miss any.
+    Returns:
+        bytes of full tensors pushed.
+    Raises:
+        RuntimeError: on each of `ranks`: the engine failed, or the names that were sent are not `names`.
+    """
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    sent: list[str] = []
+    nbytes, failure = 0, [""]  # the engine's, as its owner tells the others
+
+    def tell(call: Any, *args: Any, **kwargs: Any) -> None:
+        """The owner alone calls; the others wait for it, and learn whether it failed."""
+        if engine is not None:
+            try:
+                success, message = call(*args, **kwargs)
+                failure[0] = "" if success else f"SGLang answered: {message}"
+            except Exception as e:
+                failure[0] = str(e) or repr(e)
+        dist.broadcast_object_list(failure, group=ranks, group_src=0)
+
+    for bucket in buckets:
+        sent += [name for name, _ in bucket]
+        nbytes += sum(t.nbytes for _, t in bucket)
+        if failure[0]:
+            continue  # to the end: making the buckets is collective over more ranks than these
+        flat = FlattenedTensorBucket(named_tensors=bucket)
+        del bucket
+        payload = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+        if payload["flattened_tensor"].is_cuda:
+            monkey_patch_torch_reductions()  # devices travel as UUIDs: the engine's processes may number them otherwise
+        handles = [""] * dist.get_world_size(ranks)
+        dist.all_gather_object(handles, MultiprocessingSerializer.serialize(payload, output_str=True), group=ranks)
+        tell(engine and engine.update_weights_from_tensor, handles, load_format="flattened_bucket", flush_cache=False)
+        del flat, payload
+    if not failure[0]:
+        tell(engine and empty_prefix_cache, engine)
+    if failure[0]:
+        raise RuntimeError(f"weight sync: {failure[0]}")
+    if missing := names.difference(sent):
+        raise RuntimeError(f"weight sync did not bring these to the engine: {sorted(missing)}")
+    if extra := set(sent) - names:
+        raise RuntimeError(f"weight sync brought what the engine does not know: {sorted(extra)}")
+    return nbytes
+
+
+def empty_prefix_cache(engine: Any, patience: float = 30.0) -> tuple[bool, str]:
+    """(done, why not). SGLang refuses while requests run, and the last batch of a generation may be the engine's for a moment longer."""
+    end = time.monotonic() + patience
+    while not (done := engine.flush_cache().success) and time.monotonic() < end:
+        time.sleep(0.1)
+    return done, f"its prefix cache could not be emptied in {patience:.0f} s: requests are still running"

@@ -26,6 +26,8 @@ from torch import Tensor  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 from transformers.utils.import_utils import is_torchvision_available  # noqa: E402
 
+torch.multiprocessing.set_sharing_strategy("file_system")  # by name: what any rank has shared, any process of an engine can open
+
 FLAGS = {
     "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none",
     "disable_cuda_graph": True, "disable_overlap_schedule": True, "skip_server_warmup": True,
