@@ -22,16 +22,19 @@ Launch:
 docs/grpo_megatron_sglang.md: every equation with its source, every flag group, every metric with its healthy range.
 """
 
+import asyncio
 import dataclasses
 import fcntl
 import functools
 import importlib.util
 import json
+import logging
 import math
 import os
 import random
 import re
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -65,7 +68,7 @@ from common.megatron_hf import build_model, head_weight, load_hf, transformer_co
 from common.megatron_reshard import megatron_buckets, megatron_plan
 from common.megatron_state import MegatronState
 from common.metrics import MetricsLog, Phases, memory_metrics, peak_flops, profiled
-from common.reshard import push_to_sglang
+from common.reshard import push_to_sglang, tensor_names
 from common.rewards import Reward, RewardPool, overlong_penalty
 
 EXIT_STOPPED = 85  # after SIGTERM or SIGINT: tells a launcher to start the run again, not that it failed
@@ -412,6 +415,8 @@ def check(args: Args, config: PretrainedConfig, world_size: int) -> None:
         raise ValueError(f"--megatron.expert-parallel-size {m.expert_parallel_size}, but a {config.model_type} has no experts")
     if experts and experts % m.expert_parallel_size:
         raise ValueError(f"--megatron.expert-parallel-size {m.expert_parallel_size} must divide the model's {experts} experts")
+    if m.expert_parallel_size > 1 and m.tensor_parallel_size > 1 and not m.sequence_parallel:
+        raise ValueError("--megatron.expert-parallel-size beside tensor parallelism needs --megatron.sequence-parallel")
     if args.batch.prompts < world_size // args.rollout.tensor_parallel_size:
         raise ValueError(f"--batch.prompts {args.batch.prompts} is less than the number of engines, "
                          f"{world_size // args.rollout.tensor_parallel_size}")
@@ -480,11 +485,12 @@ class Policy:
 
     def count_expert_tokens(self, experts: int) -> None:
         """Count what the routers send to each expert during updates, in `expert_tokens` [layers, experts]."""
-        self.expert_tokens = torch.zeros(self.config.num_layers, experts, dtype=torch.int64, device=torch.get_default_device())
+        self.expert_tokens = torch.zeros(self.config.num_layers, experts, dtype=torch.int64, device=torch.cuda.current_device())
 
-        def count(router: nn.Module, args: tuple[Any, ...], out: tuple[Tensor, Tensor]) -> None:
+        def count(router: nn.Module, args: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor]) -> None:
             if torch.is_grad_enabled():  # once, with recompute too: its first forward runs without
-                self.expert_tokens[router.layer_number - 1] += out[1].sum(0).to(self.expert_tokens.device)
+                (_, padding), (_, chosen) = args, out
+                self.expert_tokens[router.layer_number - 1] += (chosen & ~padding.reshape(-1, 1)).sum(0)
 
         for model in self.models:
             for module in model.modules():
@@ -829,6 +835,116 @@ class Response:
     truncated: bool  # cut by length
 
 
+def make_engine(args: Args, folder: str, device: torch.device) -> Any:
+    """The engine of this rank's rollout group: on the group's first rank of each node, which starts the processes that run there, and
+    None elsewhere. The group's very first rank gives it work. Collective.
+
+    Raises:
+        ValueError: groups that nodes do not share evenly, or too little memory for one sequence.
+        RankError: on every rank; it did not start on some.
+    """
+    tp, (rank, local_rank, local_world) = args.rollout.tensor_parallel_size, (
+        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    if tp % local_world and local_world % tp:
+        raise ValueError(f"--rollout.tensor-parallel-size {tp} must divide the {local_world} ranks of a node, or be a multiple of them")
+    place, group, nodes = rank % tp, rank // tp, max(tp // local_world, 1)
+    longest = args.data.max_prompt_length + args.rollout.max_response_length
+    with socket.socket() as held:  # until every rank has a port: no two engines of a node get the same
+        held.bind(("", 0))
+        ports: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(ports, held.getsockname()[1])
+    hosts: list[str] = ["127.0.0.1"] * dist.get_world_size()
+    if nodes > 1:
+        from sglang.srt.utils.network import get_local_ip_auto
+
+        dist.all_gather_object(hosts, get_local_ip_auto())  # SGLANG_HOST_IP overrules it
+    first = group * tp
+    engine: Any = None
+    error: Exception | None = None
+    if place % local_world == 0:
+        flags = dict(
+            model_path=folder, skip_tokenizer_init=True, trust_remote_code=False, dtype=args.rollout.dtype, tp_size=tp, log_level="error",
+            context_length=longest + 8,  # it keeps some for itself
+            random_seed=random.Random(f"{args.seed} {group}").getrandbits(30), nnodes=nodes, node_rank=place // local_world,
+            dist_init_addr=f"{hosts[first]}:{ports[first]}", custom_sigquit_handler=signal.default_int_handler,
+        )
+        if device.type == "cuda":
+            flags |= dict(
+                base_gpu_id=local_rank, mem_fraction_static=args.rollout.gpu_memory_utilization, enable_memory_saver=True,
+            )
+        try:
+            engine = start_engine(flags | json.loads(args.rollout.engine_args))
+            if place == 0 and engine.tokenizer_manager.max_req_input_len + 5 <= longest:
+                raise ValueError(
+                    f"its KV cache has no room for one sequence of {longest} tokens: raise --rollout.gpu-memory-utilization or "
+                    "--rollout.tensor-parallel-size, or lower --data.max-prompt-length or --rollout.max-response-length"
+                )
+        except KeyboardInterrupt:  # what a process of the engine that failed makes of `custom_sigquit_handler`
+            error = RuntimeError("one of its processes failed; what it said is above")
+        except Exception as e:
+            error = e
+    checkpoint.on_every_rank(error, "starting SGLang")
+    return engine
+
+
+def start_engine(flags: dict[str, Any]) -> Any:
+    """sglang.Engine(**flags), and this process as it was before: SGLang changes the environment and the signals' handlers for good."""
+    import sglang
+
+    environment, handlers = dict(os.environ), {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    os.environ |= {
+        "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # on a further node too the constructor returns
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by what it keeps for itself; no position is beyond the model's
+    }
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # else its processes would wait in torchrun's store for each other
+    logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)  # it calls a handler of our own an error
+    for number in handlers:  # its processes inherit it: torchrun, slurm and ^C signal them too, and this rank still wants to save
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        engine = sglang.Engine(**flags)
+
+        async def forget_handlers() -> None:
+            for number in (signal.SIGTERM, signal.SIGQUIT):
+                asyncio.get_running_loop().remove_signal_handler(number)
+
+        if engine.tokenizer_manager is not None:  # there is none on a further node
+            engine.flush_cache()  # the first call installs them
+            engine.loop.run_until_complete(forget_handlers())
+        engine.loop = EngineLoop(engine.loop)
+        signal.signal(signal.SIGQUIT, engine.loop.died)
+    finally:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return engine
+
+
+class EngineLoop:
+    """Instead of the event loop in which an engine's methods wait for its processes. When one of these dies, SGLang kills this process
+    without a word; here the method that waits, or the next one, raises RuntimeError."""
+
+    def __init__(self, loop: Any) -> None:
+        self.loop, self.dead = loop, False
+
+    def died(self, *_: Any) -> None:
+        """The handler of SIGQUIT, which a process of the engine, or the thread that watches them, sends."""
+        self.dead = True
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+
+    def run_until_complete(self, call: Any) -> Any:
+        try:
+            if not self.dead:
+                return self.loop.run_until_complete(call)
+            call.close()
+        except asyncio.CancelledError:
+            pass
+        raise RuntimeError("a process of the SGLang engine has died; what it said is above")
+
+
 class Rollout:
     """An SGLang engine for every `tensor_parallel_size` ranks, owned by the first of them, sharing the prompts. It runs in processes
     of its own on these ranks' GPUs."""
@@ -839,7 +955,9 @@ class Rollout:
         self.group, self.groups = dist.get_rank() // tp, dist.get_world_size() // tp
         self.owner = dist.get_rank() % tp == 0  # the engine's first rank speaks for it
         self.ranks, _ = dist.new_subgroups(tp)
-        self.engine = make_engine(args, folder, device) if self.owner else None
+        self.hosted = make_engine(args, folder, device)  # also where a further node hosts a part of it
+        self.engine = self.hosted if self.owner else None
+        self.names = tensor_names(folder, config.tie_word_embeddings)
         self.awake = True
         self.stop = {"stop_token_ids": eos_ids(folder, config, tokenizer), "max_new_tokens": args.rollout.max_response_length}
 
@@ -849,17 +967,23 @@ class Rollout:
 
     def generate(self, prompts: list[Prompt], purpose: str, n: int, **sampling: Any) -> list[Response]:
         """The engine's answers to its share of the prompts, `n` to each, prompt by prompt; none where another rank owns it.
+        Collective.
 
         Each request has a seed of its own, a function of (run's seed, purpose, engine), which SGLang heeds with
         enable_deterministic_inference only: else two runs draw differently.
         """
-        share = self.share(prompts)
-        if self.engine is None or not share:
-            return []
         rng = random.Random(f"{self.args.seed} {purpose} {self.group}")
-        ids = [p.ids for p in share for _ in range(n)]
+        ids = [p.ids for p in self.share(prompts) for _ in range(n)]
         params = [self.stop | sampling | {"sampling_seed": rng.getrandbits(31)} for _ in ids]
-        outputs = self.engine.generate(input_ids=ids, sampling_params=params, return_logprob=True)
+
+        def ask(engine: Any) -> list[dict[str, Any]]:
+            outputs = engine.generate(input_ids=ids, sampling_params=params, return_logprob=True) if ids else []
+            for o in outputs:
+                if o["meta_info"]["finish_reason"]["type"] == "abort":
+                    raise RuntimeError(f"SGLang gave up a request: {o['meta_info']['finish_reason']}")
+            return outputs
+
+        outputs = self.on_owner("generating", ask) or []
         return [
             Response(
                 o["output_ids"], [entry[0] for entry in o["meta_info"]["output_token_logprobs"]],
@@ -890,27 +1014,48 @@ class Rollout:
         self.wake(["weights"])
         start = time.perf_counter()
         buckets = megatron_buckets(policy.plan, DTYPES[self.args.rollout.dtype], self.args.rollout.bucket_mb * 2**20, self.device)
-        nbytes = push_to_sglang(self.engine, buckets, self.ranks)
+        nbytes = 0
+        error: Exception | None = None
+        try:
+            nbytes = push_to_sglang(self.engine, buckets, self.ranks, self.names)
+        except Exception as e:
+            error = e
+        checkpoint.on_every_rank(error, "sending weights to the engine")
         seconds = time.perf_counter() - start
         self.wake(["kv_cache"])
         self.awake = True
         return {"perf/sync_GBps": nbytes / seconds / 1e9}
 
     def wake(self, tags: list[str]) -> None:
-        """Map that part of the engine's memory again, where there is a device."""
-        if self.device.type == "cuda":
+        """Map that part of the engine's memory again, where there is a device. Collective."""
+        if self.device.type == "cuda" and not self.awake:
+            torch.cuda.ipc_collect()
             torch.cuda.empty_cache()  # the engine maps its memory past torch's allocator, which would not free any for it
-            if self.engine is not None and not self.awake:
-                self.engine.resume_memory_occupation(tags)
-            dist.barrier(self.ranks)
+            dist.barrier()
+            self.on_owner("waking the engine", lambda engine: engine.resume_memory_occupation(tags))
 
     def sleep(self) -> None:
-        """Give back the memory of weights and KV cache, where there is a device to give it back to."""
+        """Give back the memory of weights and KV cache, where there is a device to give it back to. Collective."""
         if self.device.type == "cuda" and self.awake:
-            if self.engine is not None:
-                self.engine.release_memory_occupation(["kv_cache", "weights"])
-            dist.barrier(self.ranks)
+            self.on_owner("sending the engine to sleep", lambda engine: engine.release_memory_occupation(["kv_cache", "weights"]))
         self.awake = False
+
+    def on_owner(self, what: str, call: Callable[[Any], Any]) -> Any:
+        """What `call(engine)` returns, None where another rank owns it. Collective: where it raises, every rank raises RankError."""
+        answer: Any = None
+        error: Exception | None = None
+        try:
+            answer = call(self.engine) if self.engine is not None else None
+        except Exception as e:
+            error = e
+        checkpoint.on_every_rank(error, what)
+        return answer
+
+    def close(self) -> None:
+        """End the engine's processes, and every other child of this process. At the same time on all ranks: a part of an engine that
+        outlives another complains."""
+        if self.hosted is not None:
+            self.hosted.shutdown()
 
 
 def score(pool: RewardPool | None, tokenizer: Any, prompts: list[Prompt], responses: list[Response]) -> list[Reward]:
@@ -1196,6 +1341,8 @@ def main(args: Args) -> int:
     if not saved and (os.path.exists(os.path.join(args.out, "hf")) or (begun and not args.save.every)):
         raise ValueError(f"{args.out} holds a run without checkpoints, which cannot go on: give this one another --out")
     first_step = saved[-1] + 1 if saved else 1
+    if args.actor.checkpoint and not os.path.exists(os.path.join(args.actor.checkpoint, ".metadata")):
+        raise FileNotFoundError(f"--actor.checkpoint {args.actor.checkpoint}: that is no checkpoint; name a folder out/checkpoints/step_N")
     for step in range(first_step, args.steps + 1) if args.replay else ():
         if not os.path.exists(kept.format(step)):
             raise FileNotFoundError(f"--replay: there is no {kept.format(step)}; lower --steps to {step - 1} or keep more rollouts")
@@ -1448,8 +1595,8 @@ def main(args: Args) -> int:
     if pool is not None:
         pool.close()
     dist.barrier()
-    if rollout is not None and rollout.engine is not None:
-        rollout.engine.shutdown()
+    if rollout is not None:
+        rollout.close()
     dist.destroy_process_group()
     return code
 

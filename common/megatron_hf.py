@@ -141,6 +141,12 @@ class HiddenStates(GPTModel):
     """A GPTModel whose last stage gives final hidden states [t, 1, H] (with sequence parallelism this rank's tokens), not logits: the
     [t, vocab] matrix is never made (common/fused_logprob.py)."""
 
+    def _preprocess(self, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        if padding_mask is not None and self.config.sequence_parallel and not self.pre_process:
+            # Megatron takes a rank's share of the mask in the first stage only, and of the tokens in all.
+            padding_mask = padding_mask.chunk(self.pg_collection.tp.size(), 1)[self.pg_collection.tp.rank()]
+        return super()._preprocess(*args, padding_mask=padding_mask, **kwargs)
+
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
 
