@@ -23,6 +23,7 @@ docs/grpo_megatron_sglang.md: every equation with its source, every flag group, 
 """
 
 import asyncio
+import atexit
 import dataclasses
 import fcntl
 import functools
@@ -696,8 +697,9 @@ def pack_micro(batch: Batch, sequences: list[int], policy: Policy) -> Micro:
     at = mine[predict]
     cu = cu_seqlens.to(batch.device, torch.int32)
     longest = int(padded.max())
+    ids_here, positions, padding = (x[mine][None].to(batch.device) for x in (ids, positions, padding))
     return Micro(
-        *(x[mine][None].to(batch.device) for x in (ids, positions, padding)),
+        ids=ids_here, positions=positions, padding=padding,
         packed=PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu,
             max_seqlen_q=longest, max_seqlen_kv=longest,
@@ -752,7 +754,7 @@ def actor_loss(
         logprob, old_logprobs, t["advantages"], args.grpo.clip_low, args.grpo.clip_high, args.grpo.dual_clip or None,
         is_weights if args.grpo.mismatch != "off" else None, sequence_logratio=sequence_logratio, cispo=args.grpo.objective == "cispo",
     )
-    if args.grpo.entropy_coef:
+    if args.grpo.entropy_coef and entropy is not None:
         loss = loss - args.grpo.entropy_coef * entropy
     means = {
         "clipfrac": stats["clipped"], "dual_clipfrac": stats["dual_clipped"], "entropy": entropy, "is_weight": is_weights,
@@ -1052,10 +1054,16 @@ class Rollout:
         return answer
 
     def close(self) -> None:
-        """End the engine's processes, and every other child of this process. At the same time on all ranks: a part of an engine that
-        outlives another complains."""
-        if self.hosted is not None:
-            self.hosted.shutdown()
+        """End the engine's processes. At the same time on all ranks: a part of an engine that outlives another complains."""
+        if self.hosted is None:
+            return
+        from sglang.srt.utils import kill_process_tree
+
+        atexit.unregister(self.hosted.shutdown)  # it would kill every child of this process, Python's resource tracker too
+        if self.engine is not None:
+            self.engine.tokenizer_manager._subprocess_watchdog.stop()
+        for pid in self.hosted.get_all_child_pids():
+            kill_process_tree(pid, wait_timeout=60)
 
 
 def score(pool: RewardPool | None, tokenizer: Any, prompts: list[Prompt], responses: list[Response]) -> list[Reward]:
@@ -1453,17 +1461,17 @@ def main(args: Args) -> int:
                 if args.replay:
                     prompts, batch, scores = read_rollouts(kept.format(step), args.rollout.samples, device)
                 else:
-                    prompts, batches, found = [], [], []
+                    prompts, batches, generations = [], [], 0
                     while len(prompts) < args.batch.prompts:
-                        if len(found) == args.grpo.max_generations:
+                        if generations == args.grpo.max_generations:
                             raise ValueError(
                                 f"--grpo.dynamic-sampling found {len(prompts)} of {args.batch.prompts} groups that differ in reward in "
-                                f"{len(found)} generations: raise --grpo.max-generations, or take other prompts"
+                                f"{generations} generations: raise --grpo.max-generations, or take other prompts"
                             )
                         asked = [train_prompts[i] for i in sampler.next_batch()]
                         with phase("generate"):
                             responses = rollout.generate(
-                                asked, f"{step} {len(found)}", args.rollout.samples, temperature=args.rollout.temperature,
+                                asked, f"{step} {generations}", args.rollout.samples, temperature=args.rollout.temperature,
                                 top_p=args.rollout.top_p, top_k=args.rollout.top_k,
                             )
                             answered = rollout.collect(asked, responses)
@@ -1481,13 +1489,13 @@ def main(args: Args) -> int:
                         if chosen:
                             prompts += [asked[g] for g in chosen]
                             batches.append((answered.groups(chosen, args.rollout.samples), raw.view(len(asked), -1)[chosen].flatten()))
-                        found.append(len(chosen))
+                        generations += 1
                     if policy is not None:
                         with phase("generate"):
                             rollout.sleep()
                     batch, scores = join([b for b, _ in batches]), torch.cat([s for _, s in batches])
                     scores = shape_scores(scores, batch.response_lens, args, step)
-                    metrics["rollout/generations"] = len(found)
+                    metrics["rollout/generations"] = generations
                 metrics |= batch_metrics(batch, scores)
                 tokens = {"rollout_logprobs": batch.rollout_logprobs}  # and every other number that a response token has
                 if args.rollout_only:

@@ -1,8 +1,8 @@
 """Hugging Face <-> Megatron-Core: one table of names and layouts, used to read a folder and to send or write weights.
 
-Callers: the Megatron scripts (`transformer_config`, `build_model`, `load_hf`, `head_weight`) and megatron_reshard.py (`local_weights`, `split`).
-For Llama, Qwen2, Qwen3 and Qwen3-MoE and what has their architecture (SmolLM2, Qwen2.5). Nothing is converted on disk: each rank
-reads its slices of the safetensors into the GPTModel of its pipeline stage.
+Callers: the Megatron scripts (`transformer_config`, `build_model`, `load_hf`, `head_weight`) and megatron_reshard.py
+(`local_weights`, `split`). For Llama, Qwen2, Qwen3 and Qwen3-MoE and what has their architecture (SmolLM2, Qwen2.5). Nothing is
+converted on disk: each rank reads its slices of the safetensors into the GPTModel of its pipeline stage.
 
 How a Megatron parameter relates to Hugging Face's: tensor parallelism cuts each Hugging Face tensor along one axis into equal
 parts, and a rank's parts of one, two or three tensors are joined into its parameter (`join`, undone by `split`). Two are gate and
@@ -153,7 +153,8 @@ class HiddenStates(GPTModel):
 
 def build_model(hf: PretrainedConfig, config: TransformerConfig) -> list[nn.Module]:
     """This rank's stage of the pipeline on its device, with random weights: a chunk for each virtual stage. Uses Megatron's groups
-    and generators, which must have been made. Transformer Engine's layers where that is installed, else Megatron's own with MegatronAttention."""
+    and generators, which must have been made. Transformer Engine's layers where that is installed, else Megatron's own with
+    MegatronAttention."""
     chunks: list[nn.Module] = []
     for stage in range(config.virtual_pipeline_model_parallel_size or 1):
         virtual = stage if config.virtual_pipeline_model_parallel_size else None

@@ -8,6 +8,7 @@ B; so two buckets live at a time.
 """
 
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -56,13 +57,11 @@ def megatron_plan(models: list[nn.Module], hf: PretrainedConfig) -> MegatronPlan
     for weight, parameter in local_weights(models, hf):
         if last and weight.hf_names == ("model.embed_tokens.weight",):
             continue  # the head's copy
-        names = (weight.hf_names,)
+        names: tuple[tuple[str, ...], ...] = (weight.hf_names,)
         if weight.expert is not None:
-            first, each = parallel_state.get_expert_model_parallel_rank(), hf.num_experts // ep
-            names = tuple(
-                tuple(n.replace(f".experts.{first * each + weight.expert}.", f".experts.{r * each + weight.expert}.") for n in weight.hf_names)
-                for r in range(ep)
-            )
+            each = hf.num_experts // ep
+            of_ranks = [f".experts.{r * each + weight.expert}." for r in range(ep)]
+            names = tuple(tuple(re.sub(r"\.experts\.\d+\.", expert, n) for n in weight.hf_names) for expert in of_ranks)
         rows = tuple(part_rows(weight, parameter, hf))
         mine.append((Shard(stage, names, tuple(parameter.shape), weight.axis, rows, kv_heads(hf) // weight.tp), parameter.detach()))
     stages: list[Any] = [None] * parallel_state.get_pipeline_model_parallel_world_size()

@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import launch.cpu_engines  # noqa: E402, F401  before torch
 import launch.cpu_engines.megatron  # noqa: E402, F401  before Megatron-Core
 import launch.cpu_engines.sglang  # noqa: E402, F401  before SGLang
+
+# isort: split
 import grpo_megatron_sglang as grpo  # noqa: E402
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 import launch.cpu_engines.megatron  # noqa: F401  before megatron
+
+# isort: split
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -27,7 +29,9 @@ SIZES = dict(
     max_position_embeddings=128, initializer_range=0.2,
 )
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8, mlp_only_layers=[])
-LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=1e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32,
+)
 HF: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
@@ -83,7 +87,8 @@ def folder_of(kind: str) -> str:
 
 def start(kind: str, flags: dict[str, Any]) -> grpo.Policy:
     args = grpo.Args(
-        actor=grpo.ActorArgs(model="made here"), data=grpo.DataArgs(train=("made here",), max_prompt_length=12), batch=grpo.BatchArgs(prompts=12, max_tokens=48),
+        actor=grpo.ActorArgs(model="made here"), data=grpo.DataArgs(train=("made here",), max_prompt_length=12),
+        batch=grpo.BatchArgs(prompts=12, max_tokens=48),
         rollout=grpo.RolloutArgs(samples=2, temperature=0.8, dtype="float32", max_response_length=32),
         megatron=grpo.MegatronArgs(param_dtype="float32", **flags), grpo=grpo.GRPOArgs(minibatch_size=12), kl=grpo.KLArgs(coef=0.1),
     )

@@ -14,6 +14,8 @@ from datetime import timedelta
 from typing import Any
 
 import launch.cpu_engines.megatron  # noqa: F401  before megatron
+
+# isort: split
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -229,7 +231,7 @@ def case_no_decay_of_norms_and_biases():
         state = start(layout)
         state.set_lr(0.5, 0.25)
         for part in state.parts:
-            for p, group in ((p, group) for group in part.param_groups for p in group["params"]):
+            for group in part.param_groups:
                 assert group["lr"] == 0.5 and group["weight_decay"] in (0.0, 0.25) and group["betas"] == BETAS
         decays = {p for part in state.parts for p in part.model_param_group_index_map
                   if part.param_groups[part.model_param_group_index_map[p][0]]["weight_decay"] > 0}

@@ -6,6 +6,8 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import launch.cpu_engines.megatron  # noqa: F401  before megatron
+
+# isort: split
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 TOKENS = make_tiny.SPECIAL + make_tiny.CHARACTERS
 PROMPT, RESPONSE = 96, 8  # tokens at most; together they are all the positions of the model
 LENGTHS = (33, 1, 90, 2, 64, 13, 31, 5, 65, 3, 32, 21, 8, 34, 55)  # of prompts
-BUCKET = 50_000  # bytes: a dozen buckets, of several tensors each, and some tensors that are larger
+BUCKET = 130_000  # bytes: several buckets of several tensors each; some tensors are larger
 CONFIG_EOS, GENERATION_EOS, TOKENIZER_EOS = [11, 23], [37, 41], 53
 EOS = [11, 23, 37, 41, 53]
 
@@ -296,8 +296,8 @@ def case_names_must_be_the_models_own():
     change(4)
     whole = weights()
     assert ROLLOUT.names == set(whole) == tensor_names(FOLDER, MODEL == "dense")
-    kinds = ["embed_tokens", "model.norm", "layers.1.", "q_norm", "k_proj", "o_proj", "up_proj", "down_proj"]
-    kinds += ["lm_head", "mlp.gate.", "experts.3.gate_proj"] if MODEL == "moe" else ["gate_proj"]
+    kinds = ["embed_tokens", "model.norm", "layers.1.", "k_proj"]
+    kinds += ["lm_head", "mlp.gate.", "experts.3.gate_proj"] if MODEL == "moe" else ["up_proj"]
     wrong = {kind: {name: t for name, t in whole.items() if kind not in name} for kind in kinds}
     wrong["layers.2."] = whole | {"model.layers.2.mlp.up_proj.weight": torch.zeros(256, 128)}
     if MODEL == "moe":

@@ -55,7 +55,8 @@ def run(tiny: Path, out: Path, *more: str, world_size: int = 2, model: str = "mo
     pairs = {
         "actor.model": tiny / model, "actor.lr": 1e-3, "data.train": tiny / "train.parquet", "data.val": tiny / "val.parquet",
         "batch.prompts": 8, "batch.max-tokens": 64, "rollout.samples": 4, "rollout.max-response-length": 6,
-        "reward.fn": f"{tiny / 'reward.py'}:fn", "grpo.minibatch-size": 4, "actor.schedule": "constant", "kl.coef": 0.05, "steps": 3, "val.every": 2, "save.every": 2, "out": out,
+        "reward.fn": f"{tiny / 'reward.py'}:fn", "grpo.minibatch-size": 4, "actor.schedule": "constant",
+        "kl.coef": 0.05, "steps": 3, "val.every": 2, "save.every": 2, "out": out,
     }
     flags = [text for name, value in pairs.items() for text in (f"--{name}", str(value))]
     return torchrun(world_size, RECIPE, *flags, *more)
@@ -172,11 +173,13 @@ def test_offloading_and_recomputation_change_nothing(whole: Path, tiny: Path, tm
 
 def test_a_run_starts_from_anothers_checkpoint(whole: Path, replayed: Path, tiny: Path, tmp_path: Path) -> None:
     """Its weights are step 2's, which made step 3's rollouts, and the reference is where that run began."""
-    sizes = ["--megatron.tensor-parallel-size", "1", "--megatron.pipeline-parallel-size", "2"]
-    start = ["--actor.checkpoint", str(replayed / "checkpoints/step_000002")]
+    more = [
+        "--megatron.tensor-parallel-size", "1", "--megatron.pipeline-parallel-size", "2", "--steps", "1", "--grpo.minibatch-size", "8",
+        "--actor.checkpoint", str(replayed / "checkpoints/step_000002"),
+    ]
     shutil.copytree(whole / "rollouts", tmp_path / "rollouts")
     shutil.copy(tmp_path / "rollouts/step_000003.parquet", tmp_path / "rollouts/step_000001.parquet")
-    finished(run(tiny, tmp_path / "run", "--replay", str(tmp_path / "rollouts"), *sizes, *start, "--steps", "1", "--grpo.minibatch-size", "8"))
+    finished(run(tiny, tmp_path / "run", "--replay", str(tmp_path / "rollouts"), *more))
     metrics = metrics_of(tmp_path / "run")[1]
     assert metrics["actor/prob_diff"] < 1e-5 and metrics["actor/ref_kl"] > 1e-3
 
@@ -184,8 +187,9 @@ def test_a_run_starts_from_anothers_checkpoint(whole: Path, replayed: Path, tiny
 def test_a_mixture_of_experts_in_four_ranks(tiny: Path, tmp_path: Path) -> None:
     """Tensor and expert parallel training in a pipeline; two engines of two ranks; groups that differ in reward only."""
     done = run(
-        tiny, tmp_path / "run", "--megatron.pipeline-parallel-size", "2", "--megatron.expert-parallel-size", "2", "--rollout.tensor-parallel-size",
-        "2", "--rollout.check-sync", "--grpo.dynamic-sampling", "--steps", "2", "--val.every", "0", "--save.every", "0",
+        tiny, tmp_path / "run", "--megatron.pipeline-parallel-size", "2", "--megatron.expert-parallel-size", "2",
+        "--rollout.tensor-parallel-size", "2", "--rollout.check-sync", "--grpo.dynamic-sampling", "--steps", "2", "--val.every", "0",
+        "--save.every", "0",
         "--megatron.moe-aux-loss-coef", "0.01", world_size=4, model="moe",
     )
     finished(done)

@@ -116,7 +116,9 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     import sglang.srt.distributed.device_communicators.pynccl as pynccl
     import sglang.srt.layers.sampler as sampler
     from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.platforms import current_platform
 
+    current_platform.empty_cache = lambda: None  # it collects garbage: half a second, each time that the prefix cache is emptied
     sampler.murmur_hash32 = murmur_hash32
     invariant.enable_batch_invariant_mode = lambda: None  # Triton kernels for matrix products
     pynccl.NCCLLibrary = None  # torch's CUDA build brings one; without it TP goes through gloo
