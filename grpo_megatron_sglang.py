@@ -22,14 +22,12 @@ Launch:
 docs/grpo_megatron_sglang.md: every equation with its source, every flag group, every metric with its healthy range.
 """
 
-import asyncio
 import atexit
 import dataclasses
 import fcntl
 import functools
 import importlib.util
 import json
-import logging
 import math
 import os
 import random
@@ -71,6 +69,7 @@ from common.megatron_state import MegatronState
 from common.metrics import MetricsLog, Phases, memory_metrics, peak_flops, profiled
 from common.reshard import push_to_sglang, tensor_names
 from common.rewards import Reward, RewardPool, overlong_penalty
+from common.sglang_engine import start_engine
 
 EXIT_STOPPED = 85  # after SIGTERM or SIGINT: tells a launcher to start the run again, not that it failed
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -869,12 +868,10 @@ def make_engine(args: Args, folder: str, device: torch.device) -> Any:
             model_path=folder, skip_tokenizer_init=True, trust_remote_code=False, dtype=args.rollout.dtype, tp_size=tp, log_level="error",
             context_length=longest + 8,  # it keeps some for itself
             random_seed=random.Random(f"{args.seed} {group}").getrandbits(30), nnodes=nodes, node_rank=place // local_world,
-            dist_init_addr=f"{hosts[first]}:{ports[first]}", custom_sigquit_handler=signal.default_int_handler,
+            dist_init_addr=f"{hosts[first]}:{ports[first]}",
         )
         if device.type == "cuda":
-            flags |= dict(
-                base_gpu_id=local_rank, mem_fraction_static=args.rollout.gpu_memory_utilization, enable_memory_saver=True,
-            )
+            flags |= dict(base_gpu_id=local_rank, mem_fraction_static=args.rollout.gpu_memory_utilization, enable_memory_saver=True)
         try:
             engine = start_engine(flags | json.loads(args.rollout.engine_args))
             if place == 0 and engine.tokenizer_manager.max_req_input_len + 5 <= longest:
@@ -882,69 +879,10 @@ def make_engine(args: Args, folder: str, device: torch.device) -> Any:
                     f"its KV cache has no room for one sequence of {longest} tokens: raise --rollout.gpu-memory-utilization or "
                     "--rollout.tensor-parallel-size, or lower --data.max-prompt-length or --rollout.max-response-length"
                 )
-        except KeyboardInterrupt:  # what a process of the engine that failed makes of `custom_sigquit_handler`
-            error = RuntimeError("one of its processes failed; what it said is above")
         except Exception as e:
             error = e
     checkpoint.on_every_rank(error, "starting SGLang")
     return engine
-
-
-def start_engine(flags: dict[str, Any]) -> Any:
-    """sglang.Engine(**flags), and this process as it was before: SGLang changes the environment and the signals' handlers for good."""
-    import sglang
-
-    environment, handlers = dict(os.environ), {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    os.environ |= {
-        "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # on a further node too the constructor returns
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by what it keeps for itself; no position is beyond the model's
-    }
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # else its processes would wait in torchrun's store for each other
-    logging.getLogger("sglang.srt.entrypoints.engine").setLevel(logging.CRITICAL)  # it calls a handler of our own an error
-    for number in handlers:  # its processes inherit it: torchrun, slurm and ^C signal them too, and this rank still wants to save
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        engine = sglang.Engine(**flags)
-
-        async def forget_handlers() -> None:
-            for number in (signal.SIGTERM, signal.SIGQUIT):
-                asyncio.get_running_loop().remove_signal_handler(number)
-
-        if engine.tokenizer_manager is not None:  # there is none on a further node
-            engine.flush_cache()  # the first call installs them
-            engine.loop.run_until_complete(forget_handlers())
-        engine.loop = EngineLoop(engine.loop)
-        signal.signal(signal.SIGQUIT, engine.loop.died)
-    finally:
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    return engine
-
-
-class EngineLoop:
-    """Instead of the event loop in which an engine's methods wait for its processes. When one of these dies, SGLang kills this process
-    without a word; here the method that waits, or the next one, raises RuntimeError."""
-
-    def __init__(self, loop: Any) -> None:
-        self.loop, self.dead = loop, False
-
-    def died(self, *_: Any) -> None:
-        """The handler of SIGQUIT, which a process of the engine, or the thread that watches them, sends."""
-        self.dead = True
-        for task in asyncio.all_tasks(self.loop):
-            task.cancel()
-
-    def run_until_complete(self, call: Any) -> Any:
-        try:
-            if not self.dead:
-                return self.loop.run_until_complete(call)
-            call.close()
-        except asyncio.CancelledError:
-            pass
-        raise RuntimeError("a process of the SGLang engine has died; what it said is above")
 
 
 class Rollout:
