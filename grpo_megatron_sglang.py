@@ -296,7 +296,6 @@ class ProfileArgs:
     """Folder; out/profile if not given."""
 
 
-
 @dataclass
 class Args:
     actor: ActorArgs
@@ -596,7 +595,7 @@ def local_folder(model: str, local_rank: int) -> str:
         raise FileNotFoundError(f"model {model!r}: there is no such folder, and no name on the hub looks like that")
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]  # code runs only with --trust-remote-code
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     folder, error = "", None
     for turn in (0, 1):  # first one rank of each node downloads, then the others find its files in the cache
         if (local_rank == 0) == (turn == 0):
@@ -641,6 +640,7 @@ class Batch:
     def token_index(self, sequences: list[int]) -> Tensor:
         """Where the response tokens of these sequences lie in a flat [R] tensor."""
         return torch.cat([torch.arange(self.response_lens[i]) + self.token_starts[i] for i in sequences])
+
     def groups(self, chosen: list[int], samples: int) -> "Batch":
         """The batch of these groups alone."""
         many = [g * samples + s for g in chosen for s in range(samples)]
