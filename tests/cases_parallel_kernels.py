@@ -1,6 +1,7 @@
 """Run on 1, 2 and 4 ranks: the vocab-parallel log-prob against the whole [T, V] matrix; Megatron's attention, packed and spread over
 context-parallel ranks, against each sequence by itself."""
 
+import dataclasses
 import itertools
 from datetime import timedelta
 from types import SimpleNamespace
@@ -199,15 +200,17 @@ def case_context_parallel_index_by_hand():
 
 
 def case_attention_equals_one_by_one():
-    """Outputs and gradients of q, k, v, for one, two and four heads a key, in fp64, and with Megatron's own scale."""
+    """Outputs and gradients of q, k, v, for one, two and four heads a key, in fp64, with Megatron's own scale, and with padding."""
     g = torch.Generator().manual_seed(0)
-    for heads, kv_heads, scaling in ((4, 4, None), (4, 2, 0.1), (4, 1, None)):
+    unpadded = CU_SEQLENS - torch.arange(len(CU_SEQLENS), dtype=torch.int32)  # a token less each: not what counts
+    padded = dataclasses.replace(PACKED, cu_seqlens_q=unpadded, cu_seqlens_q_padded=CU_SEQLENS)
+    for heads, kv_heads, scaling, packed in ((4, 4, None, PACKED), (4, 2, 0.1, PACKED), (4, 1, None, padded)):
         full = [torch.randn(sum(LENGTHS), n, 8, generator=g, dtype=torch.float64) for n in (heads, kv_heads, kv_heads, heads)]
         leaves = [x.clone().requires_grad_() for x in full[:3]]
         expected = one_by_one(*leaves, scaling or 8**-0.5)
         expected.backward(full[3])
         mine = [x[MINE].requires_grad_() for x in full[:3]]
-        out = core_attention(softmax_scale=scaling)(*mine, None, packed_seq_params=PACKED)
+        out = core_attention(softmax_scale=scaling)(*mine, None, packed_seq_params=packed)
         out.backward(full[3][MINE].flatten(1))
         torch.testing.assert_close(out, expected[MINE].flatten(1), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close([x.grad for x in mine], [x.grad[MINE] for x in leaves], rtol=1e-12, atol=1e-12)
