@@ -239,9 +239,9 @@ class MegatronArgs:
     moe_aux_loss_coef: float = 0.0
     """Weight of the load-balancing loss of a mixture of experts (Switch Transformer)."""
     param_offload: bool = False
-    """Weights wait in page-locked host memory while the engine generates."""
+    """Weights wait in page-locked host memory but from the log-probs to the update, and while they are sent or saved."""
     grad_offload: bool = False
-    """The gradient buffers' memory is given back while the engine generates. They hold nothing then."""
+    """The gradient buffers' memory is given back outside of updates. They hold nothing then."""
     optimizer_offload: bool = False
     """Master weights and Adam's moments wait in page-locked host memory outside of updates."""
 
@@ -385,7 +385,8 @@ class Args:
 
 
 def expert_tensor_parallel_size(args: MegatronArgs) -> int:
-    """Experts that are split over fewer ranks than the other matrices, on the same data, get wrong gradients in megatron-core 0.16.1."""
+    """Without expert parallelism, experts that are split over fewer ranks than the other matrices get wrong gradients in megatron-core
+    0.16.1; `check` refuses it."""
     return args.expert_tensor_parallel_size or (args.tensor_parallel_size if args.expert_parallel_size == 1 else 1)
 
 
@@ -409,6 +410,11 @@ def check(args: Args, config: PretrainedConfig, world_size: int) -> None:
     chunks = m.pipeline_parallel_size * m.virtual_pipeline_size
     if config.num_hidden_layers % chunks:
         raise ValueError(f"--megatron's pipeline of {chunks} chunks must divide the model's {config.num_hidden_layers} layers")
+    if m.expert_parallel_size == 1 and expert_tensor_parallel_size(m) != m.tensor_parallel_size:
+        raise ValueError(
+            f"--megatron.expert-tensor-parallel-size {m.expert_tensor_parallel_size} beside --megatron.tensor-parallel-size "
+            f"{m.tensor_parallel_size} needs expert parallelism: leave it at 0"
+        )
     experts = getattr(config, "num_experts", None)
     if m.expert_parallel_size > 1 and not experts:
         raise ValueError(f"--megatron.expert-parallel-size {m.expert_parallel_size}, but a {config.model_type} has no experts")
@@ -478,6 +484,9 @@ class Policy:
         self.state = MegatronState(self.models, hf.vocab_size, a.lr, a.weight_decay, a.betas, a.clip_grad_norm)
         self.chunks = self.state.chunks
         self.plan = megatron_plan(self.models, hf)
+        names = {name for shard in self.plan.shards for of_rank in shard.hf_names for name in of_rank}
+        if extra := tensor_names(folder, hf.tie_word_embeddings) - names:
+            raise ValueError(f"{folder} has tensors that a {hf.model_type} of its config has not: {sorted(extra)[:3]}")
         self.expert_tokens = torch.zeros(0)
         if hf_experts := getattr(hf, "num_experts", None):
             self.count_expert_tokens(hf_experts)
@@ -776,16 +785,14 @@ def backward(policy: Policy, batch: Batch, plan: list[list[list[int]]], tokens: 
     micros = [pack_micro(batch, sequences, policy) for sequences in plan[policy.dp_rank]]
     # Megatron divides gradients by the number of tokens that `finish` reports, summed over micro-batches and ranks; it is what a
     # load-balancing loss is scaled by as well. The loss here is a sum with a global denominator already: times that number.
-    aligned = -(-batch.lengths // policy.align) * policy.align
-    total = int(sum(aligned[micro].sum() for micros in plan for micro in micros))
+    total = int(sum(batch.lengths[micro].sum() for micros in plan for micro in micros))
     sums = torch.zeros(len(MEANS), device=batch.device)
 
     def finish(model: nn.Module, micro: Micro, hidden: Tensor) -> tuple[Tensor, Tensor, dict]:
         loss, stats = actor_loss(policy, tokens, model, micro, hidden)
         if policy.tp_rank == 0:  # its peers have the same numbers
             sums.add_(torch.stack([stats[name].detach() for name in MEANS]))
-        count = micro.ids.numel() if len(micro.response_lens) else 0
-        return loss * total, torch.tensor(count, dtype=torch.int32, device=hidden.device), {}
+        return loss * total, (~micro.padding).sum().to(torch.int32), {}
 
     policy.run(micros, finish, forward_only=False)
     dist.all_reduce(sums)
@@ -1399,7 +1406,7 @@ def main(args: Args) -> int:
                 if args.replay:
                     prompts, batch, scores = read_rollouts(kept.format(step), args.rollout.samples, device)
                 else:
-                    prompts, batches, generations = [], [], 0
+                    prompts, batches, generations, rewarded = [], [], 0, dict[str, float]()
                     while len(prompts) < args.batch.prompts:
                         if generations == args.grpo.max_generations:
                             raise ValueError(
@@ -1418,7 +1425,7 @@ def main(args: Args) -> int:
                             rewards = score(pool, tokenizer, rollout.share(asked), responses)
                             raw = gather_flat(torch.tensor([r.score for r in rewards], device=device))
                             more, failure = reward_metrics(rewards, len(raw))
-                            metrics |= more
+                            rewarded = {name: rewarded.get(name, 0.0) + x for name, x in more.items()}
                             if failure is not None:
                                 console(f"warning: {more['reward/errors']:.0f} of {len(raw)} answers could not be scored: {failure}")
                         differs = raw.view(len(asked), -1).amax(1) > raw.view(len(asked), -1).amin(1)
@@ -1433,6 +1440,7 @@ def main(args: Args) -> int:
                             rollout.sleep()
                     batch, scores = join([b for b, _ in batches]), torch.cat([s for _, s in batches])
                     scores = shape_scores(scores, batch.response_lens, args, step)
+                    metrics |= {name: x if name == "reward/errors" else x / generations for name, x in rewarded.items()}
                     metrics["rollout/generations"] = generations
                 metrics |= batch_metrics(batch, scores)
                 tokens = {"rollout_logprobs": batch.rollout_logprobs}  # and every other number that a response token has

@@ -244,7 +244,7 @@ def case_without_a_bonus_entropy_is_logged_and_has_no_gradient():
         seen: list[bool] = []  # whether there was a gradient of the entropy
         args = make_args(path, ppo=PPOArgs(entropy_coef=coef))
         model = build_model("policy", path, args, mesh(), args.actor)
-        with mock.patch.object(fused_logprob, "_chunk_backward", lambda *a, to=seen: to.append(a[5] is not None) or backward(*a)):
+        with mock.patch.object(fused_logprob, "_chunk_backward", lambda *a, to=seen: to.append(a[6] is not None) or backward(*a)):
             loss = functools.partial(actor_loss, model, tokens, args)
             result = update(model, NoStep(model.parameters(), lr=1.0), 0.0, batch, plan_of(batch, 64), loss)
         assert set(seen) == {coef > 0}, (coef, seen)

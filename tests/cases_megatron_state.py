@@ -19,7 +19,8 @@ import launch.cpu_engines.megatron  # noqa: F401  before megatron
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
+from megatron_groups import initialize
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from common import checkpoint
@@ -46,12 +47,11 @@ Layout = tuple[str, int, int, int, int, int]
 LAYOUTS: dict[int, list[Layout]] = {
     1: [("tied", 1, 1, 1, 1, 1), ("moe", 1, 1, 1, 1, 1)],
     2: [
-        ("tied", 1, 1, 1, 1, 1), ("tied", 2, 1, 1, 1, 1), ("tied", 1, 2, 1, 1, 1), ("tied", 1, 2, 2, 1, 1), ("untied", 1, 1, 1, 2, 1),
-        ("untied", 1, 2, 1, 1, 1), ("moe", 1, 1, 1, 1, 2), ("moe", 1, 2, 1, 1, 1), ("moe", 2, 1, 1, 1, 2),
+        ("tied", 1, 1, 1, 1, 1), ("tied", 2, 1, 1, 1, 1), ("tied", 1, 2, 2, 1, 1), ("untied", 1, 1, 1, 2, 1), ("untied", 1, 2, 1, 1, 1),
+        ("moe", 1, 1, 1, 1, 2), ("moe", 1, 2, 1, 1, 1),
     ],
     4: [
-        ("tied", 1, 1, 1, 1, 1), ("tied", 2, 1, 1, 1, 1), ("tied", 1, 2, 1, 1, 1), ("tied", 2, 2, 1, 1, 1), ("tied", 1, 2, 2, 2, 1),
-        ("moe", 1, 1, 1, 1, 2), ("moe", 1, 2, 1, 1, 2), ("moe", 2, 1, 1, 1, 2),
+        ("tied", 2, 1, 1, 1, 1), ("tied", 2, 2, 1, 1, 1), ("tied", 1, 2, 2, 2, 1), ("moe", 1, 1, 1, 1, 2), ("moe", 2, 1, 1, 1, 2),
     ],
 }
 
@@ -116,13 +116,7 @@ def models_of(layout: Layout, number: int, dtype: torch.dtype = torch.float32) -
 
 def start(layout: Layout, dtype: torch.dtype = torch.float32, number: int = 0) -> MegatronState:
     kind, tp, pp, vpp, cp, ep = layout
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None, expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1 if ep > 1 else tp,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    initialize(tp, pp, vpp, cp, ep, 1 if ep > 1 else tp)
     return MegatronState(models_of(layout, number, dtype), HF[kind].vocab_size, LR, DECAY, BETAS, CLIP)
 
 
