@@ -63,11 +63,11 @@ from common.batching import minibatches, schedule
 from common.data import Prompt, Sampler, load_prompts
 from common.fused_logprob import linear_logprob
 from common.loss import group_advantages, importance_weights, kl_penalty, policy_loss, sequence_means, token_weights
-from common.megatron_hf import build_model, head_weight, load_hf, transformer_config
+from common.megatron_hf import TRANSFORMER_ENGINE, build_model, head_weight, load_hf, transformer_config
 from common.megatron_reshard import megatron_buckets, megatron_plan
 from common.megatron_state import MegatronState
 from common.metrics import MetricsLog, Phases, memory_metrics, peak_flops, profiled
-from common.reshard import push_to_sglang, tensor_names
+from common.reshard import SyncError, empty_prefix_cache, push_to_sglang, tensor_names
 from common.rewards import Reward, RewardPool, overlong_penalty
 from common.sglang_engine import start_engine
 
@@ -135,7 +135,7 @@ class RolloutArgs:
     temperature: float = 1.0
     """Of sampling; it divides the logits in training as well."""
     top_p: float = 1.0
-    """Below 1 the engine's log-probs belong to a truncated distribution, and the policy ratio is biased."""
+    """Below 1 the engine samples from a truncated distribution but gives log-probs of the whole one: a bias that no metric shows."""
     top_k: int = -1
     """-1 is off. The same warning holds."""
     tensor_parallel_size: int = 1
@@ -416,6 +416,9 @@ def check(args: Args, config: PretrainedConfig, world_size: int) -> None:
             f"{m.tensor_parallel_size} needs expert parallelism: leave it at 0"
         )
     experts = getattr(config, "num_experts", None)
+    width = config.moe_intermediate_size if experts else config.intermediate_size
+    if width % (expert_tensor_parallel_size(m) if experts else m.tensor_parallel_size):
+        raise ValueError(f"--megatron.{'expert-' if experts else ''}tensor-parallel-size must divide the model's MLP width, {width}")
     if m.expert_parallel_size > 1 and not experts:
         raise ValueError(f"--megatron.expert-parallel-size {m.expert_parallel_size}, but a {config.model_type} has no experts")
     if experts and experts % m.expert_parallel_size:
@@ -901,7 +904,7 @@ class Rollout:
         self.args, self.config, self.device = args, config, device
         self.group, self.groups = dist.get_rank() // tp, dist.get_world_size() // tp
         self.owner = dist.get_rank() % tp == 0  # the engine's first rank speaks for it
-        self.ranks, _ = dist.new_subgroups(tp)
+        self.ranks, _ = dist.new_subgroups(tp, timeout=timedelta(seconds=args.timeout))
         self.hosted = make_engine(args, folder, device)  # also where a further node hosts a part of it
         self.engine = self.hosted if self.owner else None
         self.names = tensor_names(folder, config.tie_word_embeddings)
@@ -965,7 +968,7 @@ class Rollout:
         error: Exception | None = None
         try:
             nbytes = push_to_sglang(self.engine, buckets, self.ranks, self.names)
-        except Exception as e:
+        except SyncError as e:  # anything else is one rank's alone: the others wait for it in a collective, so it must end
             error = e
         checkpoint.on_every_rank(error, "sending weights to the engine")
         seconds = time.perf_counter() - start
@@ -984,7 +987,14 @@ class Rollout:
     def sleep(self) -> None:
         """Give back the memory of weights and KV cache, where there is a device to give it back to. Collective."""
         if self.device.type == "cuda" and self.awake:
-            self.on_owner("sending the engine to sleep", lambda engine: engine.release_memory_occupation(["kv_cache", "weights"]))
+
+            def release(engine: Any) -> None:
+                done, reason = empty_prefix_cache(engine)  # only an idle engine can sleep: one that is asked too early dies
+                if not done:
+                    raise RuntimeError(reason)
+                engine.release_memory_occupation(["kv_cache", "weights"])
+
+            self.on_owner("sending the engine to sleep", release)
         self.awake = False
 
     def on_owner(self, what: str, call: Callable[[Any], Any]) -> Any:
@@ -1379,7 +1389,8 @@ def main(args: Args) -> int:
     size, active = parameter_counts(config)
     console(
         f"{world} rank(s) on {device.type}: TP {m.tensor_parallel_size} PP {m.pipeline_parallel_size} CP {m.context_parallel_size} "
-        f"EP {m.expert_parallel_size}, {rollout.groups if rollout else 'no'} engine(s) of {args.rollout.tensor_parallel_size}, "
+        f"EP {m.expert_parallel_size}, {'Transformer Engine' if TRANSFORMER_ENGINE else 'local'} layers, "
+        f"{rollout.groups if rollout else 'no'} engine(s) of {args.rollout.tensor_parallel_size}, "
         f"{size / 1e6:.1f}M parameters, {len(train_prompts)} prompts ({dropped} dropped), {len(val_prompts)} held out"
     )
     stop = StopSignal()

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,6 +34,7 @@ from common.attention import MegatronAttention
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+vars(moe_utils).setdefault("te_general_gemm", None)  # which megatron-core 0.16.1 reads unbound without Transformer Engine
 
 ROWS, COLUMNS, WHOLE = 0, 1, None  # the axis of the Hugging Face tensors that tensor parallelism cuts
 # Megatron's name in the local spec: (Hugging Face names, axis). {l} is a layer, {e} an expert, counted over the whole model.
@@ -168,7 +170,7 @@ def build_model(hf: PretrainedConfig, config: TransformerConfig) -> list[nn.Modu
         kind = hf.rope_parameters["rope_type"]
         if kind != "default":
             model.rotary_pos_emb.inv_freq = ROPE_INIT_FUNCTIONS[kind](hf, model.rotary_pos_emb.inv_freq.device)[0]
-        chunks.append(model)
+        chunks.append(model.to(torch.cuda.current_device()))  # of a router Megatron leaves the weight on the host
     return chunks
 
 

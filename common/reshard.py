@@ -170,6 +170,10 @@ def push_to_vllm(llm: Any, buckets: Iterable[NamedTensors], mode: str) -> int:
     return nbytes
 
 
+class SyncError(RuntimeError):
+    """What all ranks of an engine raise together: they can go on to agree with the others."""
+
+
 def tensor_names(folder: str, tied: bool) -> set[str]:
     """What SGLang reads of a folder's safetensors. A model that transformers builds would name the experts otherwise (it fuses them in
     memory), and SGLang's own parameters are fused and split over its processes. `tied`: a head is the embedding, and if a file has one
@@ -195,7 +199,7 @@ def push_to_sglang(engine: Any, buckets: Iterable[NamedTensors], ranks: dist.Pro
     Returns:
         bytes of full tensors pushed.
     Raises:
-        RuntimeError: on each of `ranks`: the engine failed, or the names that were sent are not `names`.
+        SyncError: on each of `ranks`: the engine failed, or the names that were sent are not `names`.
     """
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
@@ -231,11 +235,11 @@ def push_to_sglang(engine: Any, buckets: Iterable[NamedTensors], ranks: dist.Pro
     if not failure[0]:
         tell(engine and empty_prefix_cache, engine)
     if failure[0]:
-        raise RuntimeError(f"weight sync: {failure[0]}")
+        raise SyncError(f"weight sync: {failure[0]}")
     if missing := names.difference(sent):
-        raise RuntimeError(f"weight sync did not bring these to the engine: {sorted(missing)}")
+        raise SyncError(f"weight sync did not bring these to the engine: {sorted(missing)}")
     if extra := set(sent) - names:
-        raise RuntimeError(f"weight sync brought what the engine does not know: {sorted(extra)}")
+        raise SyncError(f"weight sync brought what the engine does not know: {sorted(extra)}")
     return nbytes
 
 

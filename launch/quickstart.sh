@@ -21,7 +21,7 @@ while [[ -e $run ]]; do run=runs/quickstart-$recipe-$((n++)); done
 fail() { echo "quickstart: $1 failed; the cause stands above." >&2; exit 1; }
 python launch/make_tiny.py runs/tiny_data || fail "making the tiny model"
 echo "quickstart: training; the engines take half a minute to start"
-torchrun --nproc-per-node 2 launch/${recipe}_tiny.py --out "$run" "$@" || fail "training"
+torchrun --standalone --nproc-per-node 2 launch/${recipe}_tiny.py --out "$run" "$@" || fail "training"
 python launch/report.py "$run" || fail "the report"
 
 cat <<END

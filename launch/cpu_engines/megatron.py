@@ -84,12 +84,11 @@ def install() -> None:
     CUDAIsCPU().__enter__()
 
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns that CUDA's generator moved the CPU's: they are one
     random._set_cuda_rng_state = set_rng_state  # its own waits for CUDA to start
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
-    vars(moe_utils).setdefault("te_general_gemm", None)  # without Transformer Engine 0.16.1 reads this name unbound
 
 
 if not torch.cuda.is_available():
