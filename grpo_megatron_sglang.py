@@ -478,7 +478,7 @@ class Policy:
             moe_aux_loss_coeff=m.moe_aux_loss_coef, moe_router_load_balancing_type="aux_loss" if m.moe_aux_loss_coef else "none",
             recompute_granularity=None if m.recompute == "off" else m.recompute,
             recompute_method="uniform" if m.recompute == "full" else None, recompute_num_layers=1 if m.recompute == "full" else None,
-            # Losses carry global denominators of their own: gradients are added up over ranks and micro-batches (see `update`).
+            # Losses carry global denominators of their own: gradients are added up over ranks and micro-batches (see `backward`).
             calculate_per_token_loss=True, finalize_model_grads_func=finalize_model_grads,
         )
         self.models = build_model(hf, self.config)
@@ -534,7 +534,7 @@ class Policy:
             forward_only=forward_only,
         )
 
-    def logprob(self, model: nn.Module, micro: "Micro", hidden: Tensor, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def logprob(self, model: nn.Module, micro: "Micro", hidden: Tensor, with_entropy: bool = False) -> tuple[Tensor, Any]:
         """(log-prob, entropy or None) of micro.targets, each [R] fp32, under the distribution that is sampled from. Collective over
         the tensor-parallel group, whose ranks each hold a part of the vocabulary."""
         if self.sequence_parallel:
@@ -765,7 +765,7 @@ def actor_loss(
         logprob, old_logprobs, t["advantages"], args.grpo.clip_low, args.grpo.clip_high, args.grpo.dual_clip or None,
         is_weights if args.grpo.mismatch != "off" else None, sequence_logratio=sequence_logratio, cispo=args.grpo.objective == "cispo",
     )
-    if args.grpo.entropy_coef and entropy is not None:
+    if args.grpo.entropy_coef:
         loss = loss - args.grpo.entropy_coef * entropy
     means = {
         "clipfrac": stats["clipped"], "dual_clipfrac": stats["dual_clipped"], "entropy": entropy, "is_weight": is_weights,
@@ -903,10 +903,9 @@ class Rollout:
         tp = args.rollout.tensor_parallel_size
         self.args, self.config, self.device = args, config, device
         self.group, self.groups = dist.get_rank() // tp, dist.get_world_size() // tp
-        self.owner = dist.get_rank() % tp == 0  # the engine's first rank speaks for it
         self.ranks, _ = dist.new_subgroups(tp, timeout=timedelta(seconds=args.timeout))
         self.hosted = make_engine(args, folder, device)  # also where a further node hosts a part of it
-        self.engine = self.hosted if self.owner else None
+        self.engine = self.hosted if dist.get_rank() % tp == 0 else None  # the engine's first rank speaks for it
         self.names = tensor_names(folder, config.tie_word_embeddings)
         self.awake = True
         self.stop = {"stop_token_ids": eos_ids(folder, config, tokenizer), "max_new_tokens": args.rollout.max_response_length}
@@ -1416,6 +1415,9 @@ def main(args: Args) -> int:
                 # alike are replaced by further prompts, until the batch is full.
                 if args.replay:
                     prompts, batch, scores = read_rollouts(kept.format(step), args.rollout.samples, device)
+                    if len(prompts) % args.grpo.minibatch_size:
+                        raise ValueError(f"--grpo.minibatch-size {args.grpo.minibatch_size} must divide the {len(prompts)} prompts that "
+                                         f"{kept.format(step)} holds")
                 else:
                     prompts, batches, generations, rewarded = [], [], 0, dict[str, float]()
                     while len(prompts) < args.batch.prompts:

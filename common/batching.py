@@ -116,7 +116,7 @@ def minibatches(
     """
     if prompts_per_minibatch < 1 or num_prompts % prompts_per_minibatch:
         raise ValueError(
-            f"minibatch-size {prompts_per_minibatch} (prompts) must divide the {num_prompts} prompts of the batch"
+            f"--ppo.minibatch-size {prompts_per_minibatch} (prompts) must divide --batch.prompts {num_prompts}"
         )
     prompts = list(range(num_prompts))
     if seed_rng is not None:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
+from engine_prompts import TOKENS, agreed, make_prompts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -48,10 +49,8 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 RANK, WORLD = dist.get_rank(), dist.get_world_size()
 ENGINES = WORLD // TP
 CPU = torch.device("cpu")
-TOKENS = make_tiny.SPECIAL + make_tiny.CHARACTERS
 RESPONSE = 8  # tokens at most
 BLOCK = 32  # tokens in a block of the KV cache, which the prefix cache keeps whole
-LENGTHS = (33, 1, 90, 2, 64, 13, 31, 5, 65, 3, 32, 21, 8, 34, 55)  # of prompts, also just around the edges of blocks
 CONFIG_EOS, GENERATION_EOS, TOKENIZER_EOS = [11, 23], [37, 41], 53
 EOS = [11, 23, 37, 41, 53]
 
@@ -168,19 +167,6 @@ def folder(tied: bool) -> str:
         tokenizer.save_pretrained(path[0])
     dist.broadcast_object_list(path)
     return path[0]
-
-
-def agreed(value: float) -> float:
-    """The largest of all ranks'."""
-    box = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(box, dist.ReduceOp.MAX)
-    return box.item()
-
-
-def make_prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[Prompt]:
-    g = torch.Generator().manual_seed(seed)
-    many = [torch.randint(0, len(TOKENS), (length,), generator=g).tolist() for length in lengths]
-    return [Prompt(ids=ids, text="", data_source="", ground_truth="", extra_info={}, index=i) for i, ids in enumerate(many)]
 
 
 def case_sync_gives_hugging_face_logprobs():

@@ -22,6 +22,7 @@ import launch.cpu_engines.sglang  # noqa: F401  before anything of SGLang
 import psutil
 import torch
 import torch.distributed as dist
+from engine_prompts import LENGTHS, TOKENS, agreed, make_prompts
 from safetensors.torch import load_file, save_file
 from sglang.srt.server_args import RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
 from torch import Tensor
@@ -37,9 +38,7 @@ MODEL = os.environ["MODEL"]
 dist.init_process_group("gloo", timeout=timedelta(seconds=100))
 RANK, WORLD = dist.get_rank(), dist.get_world_size()
 CPU = torch.device("cpu")
-TOKENS = make_tiny.SPECIAL + make_tiny.CHARACTERS
 PROMPT, RESPONSE = 96, 8  # tokens at most; together they are all the positions of the model
-LENGTHS = (33, 1, 90, 2, 64, 13, 31, 5, 65, 3, 32, 21, 8, 34, 55)  # of prompts
 BUCKET = 130_000  # bytes: several buckets of several tensors each; some tensors are larger
 CONFIG_EOS, GENERATION_EOS, TOKENIZER_EOS = [11, 23], [37, 41], 53
 EOS = [11, 23, 37, 41, 53]
@@ -128,19 +127,6 @@ def buckets(tensors: dict[str, Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
 
 def push(tensors: dict[str, Tensor] | None = None) -> int:
     return push_to_sglang(ROLLOUT.engine, buckets(weights() if tensors is None else tensors), ROLLOUT.ranks, ROLLOUT.names)
-
-
-def agreed(value: float) -> float:
-    """The largest of all ranks'."""
-    box = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(box, dist.ReduceOp.MAX)
-    return box.item()
-
-
-def make_prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[Prompt]:
-    g = torch.Generator().manual_seed(seed)
-    many = [torch.randint(0, len(TOKENS), (length,), generator=g).tolist() for length in lengths]
-    return [Prompt(ids=ids, text="", data_source="", ground_truth="", extra_info={}, index=i) for i, ids in enumerate(many)]
 
 
 def sample(prompts: list[Prompt], purpose: str, n: int = 2, temperature: float = 1.0) -> Batch:

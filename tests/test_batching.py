@@ -184,5 +184,5 @@ def test_minibatches_shuffle_differs_by_draw() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, 3, 16])
 def test_minibatches_must_divide(size: int) -> None:
-    with pytest.raises(ValueError, match="minibatch-size .* the 8 prompts"):
+    with pytest.raises(ValueError, match=r"--ppo\.minibatch-size .* --batch\.prompts 8"):
         minibatches(8, 2, size, None)

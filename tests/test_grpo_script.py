@@ -274,8 +274,10 @@ def test_models_and_ranks_that_cannot_work(changes: dict[str, Any], config: dict
             grpo.check(make_args(**changes), hf, world_size)
 
 
-def test_bad_input_ends_every_rank_with_one_line(tiny: Path, tmp_path: Path) -> None:
+def test_bad_input_ends_every_rank_with_one_line(whole: Path, tiny: Path, tmp_path: Path) -> None:
     for more, expected in (
+        (["--replay", str(whole / "rollouts"), "--batch.prompts", "16", "--grpo.minibatch-size", "16"],
+         "error: --grpo.minibatch-size 16 must divide the 8 prompts"),
         (["--actor.model", str(tmp_path)], f"error: {tmp_path} has no config.json"),
         (["--actor.checkpoint", str(tmp_path / "absent"), "--replay", str(tmp_path)], "error: --actor.checkpoint"),
     ):
